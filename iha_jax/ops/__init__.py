@@ -1,0 +1,1 @@
+"""Pure functions of arrays: the attention operation and its implementations."""

@@ -1,0 +1,19 @@
+"""Settings every test runs under."""
+
+import os
+
+# Eight CPU devices, before jax starts: meshes are simulated, one process is enough.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """float64 for one test."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        yield

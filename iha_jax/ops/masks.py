@@ -29,9 +29,10 @@ def visible(
     if causal is None and window is None:
         return None
     distance = query_position - key_position
+    # A window beyond every distance is no window, and must not overflow int32 either.
+    limit = None if window is None else min(window, 2**31 - 1)
     if causal is None:
-        return jnp.abs(distance) < window
-    limit = window
+        return jnp.abs(distance) < limit
     if causal == "virtual":
         distance = distance * num_pseudo_heads + (query_pseudo - key_pseudo)
         limit = None if window is None else min(window, 2**30 // num_pseudo_heads) * num_pseudo_heads

@@ -1,6 +1,7 @@
 """Validation of the operation's arguments: everything an implementation may rely on is settled here."""
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,11 @@ def validate(
     _check_shapes(query, key, value, mixing)
     if causal not in ("virtual", "token", None):
         raise ValueError(f'causal must be "virtual", "token" or None, got {causal!r}.')
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a whole number of tokens >= 1 or None, got {window!r}.")
+    if window is not None:
+        # NumPy's integers are welcome; True is a mistake.
+        if isinstance(window, bool) or not isinstance(window, numbers.Integral) or window < 1:
+            raise ValueError(f"window must be a whole number of tokens >= 1 or None, got {window!r}.")
+        window = int(window)
     if rope is not None:
         if not isinstance(rope, Rope):
             raise ValueError(f"rope must be an iha_jax.Rope or None, got {type(rope).__name__}.")

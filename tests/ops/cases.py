@@ -7,6 +7,7 @@ as long as an option has values contains every one of them.
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -254,3 +255,8 @@ def compiled(spec: Spec, implementation: str):
         return np.asarray(out, np.float64), [np.asarray(g, np.float64) for g in gradients]
 
     return run
+
+
+def naming(*essentials: str) -> str:
+    """A pattern for `pytest.raises(match=…)`: the message holds all of these, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(e)})" for e in essentials)

@@ -1,0 +1,75 @@
+"""What to train on: sources, tokenizer, packing and the held-out split."""
+
+import dataclasses
+from typing import Literal
+
+SourceKind = Literal["stdlib", "files", "hub", "packed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One source of text, or of rows packed beforehand.
+
+    Attributes:
+      kind: "stdlib", the running interpreter's own library sources (real text that is always there);
+        "files", text, JSONL or Parquet files; "hub", a Hugging Face dataset; "packed", rows written by
+        ``python -m iha_jax.data.prepare``.
+      path: for "files" a file, directory or glob; for "hub" the dataset's name; for "packed" the directory.
+      text_field: the column or key of the text in JSONL, Parquet and hub datasets.
+      subset: hub only, the dataset's configuration.
+      split: hub only, the split to read.
+      weight: share of the rows, relative to the other sources'.
+    """
+
+    kind: SourceKind = "stdlib"
+    path: str = ""
+    text_field: str = "text"
+    subset: str | None = None
+    split: str = "train"
+    weight: float = 1.0
+
+    def __post_init__(self):
+        """Checks what can be checked without touching a disk."""
+        if self.kind == "stdlib" and self.path:
+            raise ValueError(f"source kind 'stdlib' takes no path, got path={self.path!r}; use kind 'files'")
+        if self.kind != "stdlib" and not self.path:
+            raise ValueError(f"source kind {self.kind!r} needs a path, got path=''")
+        if not self.weight > 0:
+            raise ValueError(f"a source's weight must be positive, got {self.weight} for {self.kind} {self.path!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text to batches.
+
+    Attributes:
+      sources: one or more sources, mixed row by row in proportion to their weights.
+      tokenizer: "bytes", or the path of a ``tokenizers`` JSON or SentencePiece model, or a Hugging Face name.
+      sequence_length: T, tokens of a row.
+      packing: "split" concatenates documents and cuts them at row ends (no padding); "fit" keeps documents
+        whole where they fit in a row (longer ones are cut into pieces of T) and pads what is left.
+      held_out_fraction: share of the documents, chosen by a hash of their text, that is never trained on.
+      shuffle: visit documents (or packed rows) in a new order each epoch; off, in their stored order.
+      seed: of the shuffle.
+      prefetch: batches made ahead in a thread of their own.
+    """
+
+    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    tokenizer: str = "bytes"
+    sequence_length: int = 512
+    packing: Literal["split", "fit"] = "split"
+    held_out_fraction: float = 0.02
+    shuffle: bool = True
+    seed: int = 0
+    prefetch: int = 4
+
+    def __post_init__(self):
+        """Checks ranges."""
+        if not self.sources:
+            raise ValueError("data.sources is empty: at least one source is needed")
+        if self.sequence_length < 2:
+            raise ValueError(f"data.sequence_length must be at least 2, got {self.sequence_length}")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(f"data.held_out_fraction must be in [0, 1), got {self.held_out_fraction}")
+        if self.prefetch < 0:
+            raise ValueError(f"data.prefetch must be at least 0, got {self.prefetch}")

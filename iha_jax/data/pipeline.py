@@ -1,0 +1,213 @@
+"""From configuration to batches: deterministic, sliced by process, and checkpointable.
+
+A batch is a dict of arrays [rows, T]: ``inputs``, ``targets``, ``segment_ids``, ``positions`` (int32) and
+``weights`` (float32, 0 where nothing is to be predicted).
+"""
+
+import collections
+import dataclasses
+import logging
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from iha_jax.data.bigram import Bigram
+from iha_jax.data.config import DataConfig, SourceConfig
+from iha_jax.data.documents import Documents, open_documents
+from iha_jax.data.packing import Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
+from iha_jax.data.rows import Manifest
+from iha_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+_LOG = logging.getLogger(__name__)
+# Enough text for a stable ratio of bytes to tokens and for a bigram table.
+_SAMPLE_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The part of the data that one process reads.
+
+    Attributes:
+      index: of this process.
+      count: of all processes.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self):
+        """Checks the range."""
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"process index must be in [0, {self.count}), got {self.index}")
+
+
+class DataPipeline:
+    """The training and held-out batches of one configuration.
+
+    Attributes:
+      config: what to read.
+      tokenizer: the loaded tokenizer.
+    """
+
+    def __init__(self, config: DataConfig, process: Slice | None = None):
+        self.config = config
+        self.process = process or Slice()
+        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
+        self._documents: dict[SourceConfig, Documents] = {}
+        self._manifests: dict[SourceConfig, Manifest] = {}
+        for source in config.sources:
+            if source.kind == "packed":
+                self._manifests[source] = self._checked_manifest(source)
+            elif source not in self._documents:
+                self._documents[source] = open_documents(source)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason → documents skipped so far."""
+        total: collections.Counter[str] = collections.Counter()
+        for documents in self._documents.values():
+            total.update(documents.skipped)
+        return dict(total)
+
+    def training_batches(self, rows: int) -> grain.DatasetIterator:
+        """An endless iterator of training batches of ``rows`` rows, with ``get_state``/``set_state``.
+
+        Close it when done: it has a thread.
+        """
+        datasets = [self._source_rows(source, held_out=False) for source in self.config.sources]
+        mixed = _mix(datasets, [source.weight for source in self.config.sources])
+        batches = mixed.map(_with_weights).batch(rows, drop_remainder=True)
+        if self.config.prefetch:
+            batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self.config.prefetch)
+        return iter(batches)
+
+    def held_out_batches(self, rows: int, limit: int | None = None) -> Iterator[Row]:
+        """The held-out split once, in a fixed order, the last batch filled up with rows of weight 0.
+
+        Args:
+          rows: rows of a batch.
+          limit: stop after this many rows, or None for all. Rows, not batches: so that the loss doesn't
+            depend on the batch size.
+        """
+        waiting: list[Row] = []
+        for row in self._held_out_rows(limit):
+            waiting.append(row)
+            if len(waiting) == rows:
+                yield _stack(waiting)
+                waiting = []
+        if waiting:
+            empty = {name: np.zeros_like(column) for name, column in waiting[0].items()}
+            yield _stack(waiting + [empty] * (rows - len(waiting)))
+
+    def bytes_per_target(self) -> float:
+        """UTF-8 bytes per predicted token of the held-out split, the sources' mean by weight."""
+        total = sum(source.weight for source in self.config.sources)
+        return sum(s.weight / total * self._source_bytes_per_target(s) for s in self.config.sources)
+
+    def fit_bigram(self) -> Bigram:
+        """The byte-bigram table of the training split (of at most 64 MiB of each source)."""
+        return Bigram.fit(self._training_sample(), self.tokenizer.vocab_size)
+
+    def _training_sample(self) -> Iterator[Row]:
+        for source in self.config.sources:
+            size = 0
+            for pair in self._source_pairs(source):
+                yield pair
+                size += len(pair["inputs"])
+                if size >= _SAMPLE_BYTES:
+                    break
+
+    def _source_pairs(self, source: SourceConfig) -> Iterator[Row]:
+        if source.kind == "packed":
+            for row in iter(self._packed(source, held_out=False).to_iter_dataset()):
+                kept = row["segment_ids"] > 0
+                yield {name: row[name][kept] for name in ("inputs", "targets")}
+            return
+        documents = self._documents[source]
+        split = SplitPairs(self.tokenizer, self.config.held_out_fraction, held_out=False)
+        for index in range(len(documents)):
+            if (pair := split.map(documents[index])) is not None:
+                yield pair
+
+    def _held_out_rows(self, limit: int | None) -> Iterator[Row]:
+        count = 0
+        for source in self.config.sources:
+            iterator = iter(self._source_rows(source, held_out=True).map(_with_weights))
+            try:
+                for row in iterator:
+                    if limit is not None and count >= limit:
+                        return
+                    count += 1
+                    yield row
+            finally:
+                iterator.close()
+
+    def _source_rows(self, source: SourceConfig, held_out: bool) -> grain.IterDataset:
+        """Rows of one split of one source: endless and shuffled for training, once and in order held out."""
+        config = self.config
+        if source.kind == "packed":
+            data = self._packed(source, held_out)
+        else:
+            split = SplitPairs(self.tokenizer, config.held_out_fraction, held_out)
+            data = grain.MapDataset.source(self._documents[source])
+        if not held_out:
+            # A seed of its own for every source, so that adding one leaves the others' order alone.
+            data = data.seed(config.seed + zlib.crc32(repr(dataclasses.replace(source, weight=1.0)).encode()))
+            data = (data.shuffle() if config.shuffle else data).repeat()
+        data = data[self.process.index :: self.process.count]
+        if source.kind == "packed":
+            return data.to_iter_dataset()
+        # One reader: the order of skips and log lines is then the order of documents.
+        pairs = data.map(split).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+        return packed_rows(pairs, config.sequence_length, config.packing)
+
+    def _packed(self, source: SourceConfig, held_out: bool) -> grain.MapDataset:
+        manifest = self._manifests[source]
+        split = "held_out" if held_out else "train"
+        files = manifest.files(source.path, split)
+        if not files:
+            raise ValueError(f"{source.path!r} holds no row of the split {split!r}")
+        records: Any = grain.sources.ArrayRecordDataSource(files)
+        return grain.MapDataset.source(records).map(manifest.rows.decode)
+
+    def _checked_manifest(self, source: SourceConfig) -> Manifest:
+        manifest = Manifest.read(source.path)
+        if manifest.rows.sequence_length != self.config.sequence_length:
+            raise ValueError(
+                f"{source.path!r} holds rows of {manifest.rows.sequence_length} tokens, but data.sequence_length is "
+                f"{self.config.sequence_length}: prepare the rows again or change the length"
+            )
+        if manifest.tokenizer_fingerprint != self.tokenizer.fingerprint:
+            raise ValueError(
+                f"{source.path!r} was made with the tokenizer {manifest.tokenizer!r}, but data.tokenizer is "
+                f"{self.config.tokenizer!r}, another vocabulary"
+            )
+        return manifest
+
+    def _source_bytes_per_target(self, source: SourceConfig) -> float:
+        if source.kind == "packed":
+            return self._manifests[source].bytes_per_target("held_out")
+        fraction = self.config.held_out_fraction
+        return bytes_per_target(self._documents[source], self.tokenizer, fraction, True, _SAMPLE_BYTES)
+
+
+def _mix(datasets: list[grain.IterDataset], weights: list[float]) -> grain.IterDataset:
+    if len(datasets) == 1:
+        return datasets[0]
+    total = sum(weights)
+    return grain.IterDataset.mix(datasets, [w / total for w in weights])
+
+
+def _with_weights(row: Row) -> Row:
+    weights = (row["segment_ids"] > 0).astype(np.float32)
+    return {**row, "weights": weights * row["weights"] if "weights" in row else weights}
+
+
+def _stack(rows: list[Row]) -> Row:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+__all__ = ["DataPipeline", "Slice", "document_pairs"]

@@ -1,0 +1,1 @@
+"""The trainer: configuration, optimizer, step, checkpoints, loop."""

@@ -1,0 +1,185 @@
+"""Checkpoints: the one file that knows Orbax.
+
+A checkpoint is a directory ``checkpoints/<step>`` with the items ``params``, ``optimizer``, ``counters``
+(step, updates, non-finite counts), ``rng``, ``data`` (the Grain iterator, one file a process) and
+``progress`` (JSON). It appears under its name only once complete.
+"""
+
+import dataclasses
+import logging
+import os
+import pathlib
+import shutil
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+with warnings.catch_warnings():
+    # Orbax warns about its own deprecations on import.
+    warnings.simplefilter("ignore")
+    import grain
+    import orbax.checkpoint as ocp
+
+from iha_jax.training.config import CheckpointConfig
+from iha_jax.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
+_COUNTERS = ("step", "updates", "nonfinite", "nonfinite_total")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint read back.
+
+    Attributes:
+      state: the training state, placed as the target was.
+      progress: what was given to ``save``.
+    """
+
+    state: TrainState
+    progress: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run: the newest ``keep``, and the ``keep_best`` with the lowest held-out loss."""
+
+    def __init__(self, directory: str | os.PathLike[str], config: CheckpointConfig):
+        self._directory = pathlib.Path(directory).absolute()
+        policies = ocp.checkpoint_managers
+        kept: list[Any] = [policies.LatestN(config.keep)]
+        if config.keep_best:
+            kept.append(
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics["held_out_loss"],
+                    reverse=True,  # the best are the last in this order: the lowest losses
+                    n=config.keep_best,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy(kept),
+                enable_async_checkpointing=config.asynchronous,
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self, state: TrainState, iterator: grain.DatasetIterator, progress: dict[str, Any], loss: float | None
+    ) -> None:
+        """Saves; asynchronously, the arrays are copied before this returns and written afterwards.
+
+        Args:
+          state: the training state; its step names the checkpoint.
+          iterator: of the training data, just after the step's batch.
+          progress: anything JSON, given back by ``restore``.
+          loss: held-out loss at this step where there is one: what ``keep_best`` ranks.
+        """
+        self._manager.save(
+            int(state.step),
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                optimizer=ocp.args.StandardSave(state.optimizer),
+                counters=ocp.args.StandardSave({name: getattr(state, name) for name in _COUNTERS}),
+                rng=ocp.args.StandardSave({"key": jax.random.key_data(state.key)}),
+                data=grain.checkpoint.CheckpointSave(iterator),
+                progress=ocp.args.JsonSave(progress),
+            ),
+            metrics=None if loss is None or not np.isfinite(loss) else {"held_out_loss": float(loss)},
+            force=True,
+        )
+
+    def wait(self) -> None:
+        """Returns when a save in flight is on disk."""
+        self._manager.wait_until_finished()
+
+    def restore(self, target: TrainState, iterator: grain.DatasetIterator | None) -> Restored | None:
+        """The newest checkpoint that can be read, or None where there is none.
+
+        One that can't be read (cut off, damaged) is set aside under ``damaged-<step>`` with a warning.
+
+        Args:
+          target: a state of the same structure; its shapes, dtypes and shardings are what is restored.
+          iterator: set to where the checkpoint's was; None leaves the data alone.
+
+        Raises:
+          RuntimeError: there are checkpoints, but none can be read.
+          ValueError: the newest is of another model or optimizer.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return self._restore_step(step, target, iterator)
+            except Exception as error:
+                self._check_structure(step, target)
+                reason = (str(error).splitlines() or [""])[0][:200]
+                _LOG.warning(
+                    "checkpoint %d can't be read (%s: %s): skipped, trying the one before",
+                    step,
+                    type(error).__name__,
+                    reason,
+                )
+                self._set_aside(step)
+        if steps:
+            raise RuntimeError(
+                f"none of the checkpoints {steps} in {self._directory} can be read; they are kept as damaged-<step>. "
+                "Start anew under another --name, or with this directory removed"
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits for a save in flight and ends Orbax's threads."""
+        self._manager.close()
+
+    def _restore_step(self, step: int, target: TrainState, iterator: grain.DatasetIterator | None) -> Restored:
+        def abstract(tree: Any) -> Any:
+            return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+
+        items = {
+            "params": ocp.args.StandardRestore(abstract(target.params)),
+            "optimizer": ocp.args.StandardRestore(abstract(target.optimizer)),
+            "counters": ocp.args.StandardRestore(abstract({name: getattr(target, name) for name in _COUNTERS})),
+            "rng": ocp.args.StandardRestore(abstract({"key": jax.random.key_data(target.key)})),
+            "progress": ocp.args.JsonRestore(),
+        }
+        if iterator is not None:
+            items["data"] = grain.checkpoint.CheckpointRestore(iterator)
+        found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        state = dataclasses.replace(
+            target,
+            params=found["params"],
+            optimizer=found["optimizer"],
+            key=jax.random.wrap_key_data(found["rng"]["key"]),
+            **found["counters"],
+        )
+        return Restored(state, found["progress"])
+
+    def _check_structure(self, step: int, target: TrainState) -> None:
+        """Tells another model's checkpoint from a damaged one."""
+        try:
+            metadata = self._manager.item_metadata(step)["params"]
+            saved = {path: tuple(leaf.shape) for path, leaf in metadata.items()}
+        except Exception:
+            return
+        wanted = {path: tuple(leaf.shape) for path, leaf in target.params.items()}
+        if saved != wanted:
+            path = next(p for p in sorted({*saved, *wanted}) if saved.get(p) != wanted.get(p))
+            raise ValueError(
+                f"checkpoint {step} in {self._directory} is of another model: {path} has shape {saved.get(path)} "
+                f"there and {wanted.get(path)} in this configuration"
+            )
+
+    def _set_aside(self, step: int) -> None:
+        source = self._directory / str(step)
+        if jax.process_index() == 0 and source.is_dir():
+            target = self._directory.parent / f"damaged-{step}"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.move(source, target)
+        self._manager.reload()

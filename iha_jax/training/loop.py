@@ -1,0 +1,340 @@
+"""The training loop: data in, steps, evaluations, checkpoints, and a clean end whatever happens."""
+
+import dataclasses
+import itertools
+import math
+import time
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from iha_jax.data import DataPipeline
+from iha_jax.models import Transformer
+from iha_jax.training.checkpoint import Checkpoints
+from iha_jax.training.config import TrainConfig
+from iha_jax.training.display import Display, status_line
+from iha_jax.training.evaluate import evaluate
+from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoard, read_json_lines
+from iha_jax.training.mixing_statistics import mixing_statistics
+from iha_jax.training.optimizer import make_optimizer
+from iha_jax.training.sample import make_sampler, prompt_ids, until_end
+from iha_jax.training.serialization import differences, from_json, to_json, to_plain
+from iha_jax.training.signals import StopRequested, StopSignals
+from iha_jax.training.state import ModelFunctions, TrainState, initial_state
+from iha_jax.training.step import make_eval_step, make_train_step, split_micro_batches
+
+# What may change between a run and its continuation without a word.
+_FREE_TO_CHANGE = ("directory", "resume", "log.", "checkpoint.", "sample.", "evaluation.")
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class Trainer:
+    """A run: ``resume``, ``compile``, ``train``, ``finish``, in this order.
+
+    The caller holds the run's lock and listens for signals.
+
+    Attributes:
+      config: of the run.
+      state: parameters, optimizer and counters, as of the last completed step.
+    """
+
+    def __init__(self, config: TrainConfig, stop: StopSignals, display: Display | None = None):
+        # What "auto" means is settled once and kept with the run.
+        self.config = config = dataclasses.replace(config, model=config.model.resolve())
+        self._stop = stop
+        self.display = display or Display(config.steps, bar=config.log.progress, line_every=config.log.every)
+        self._started = time.perf_counter()
+        self._pipeline = DataPipeline(config.data)
+        if self._pipeline.tokenizer.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size must be at least the tokenizer's {self._pipeline.tokenizer.vocab_size} ids, "
+                f"got {config.model.vocab_size}"
+            )
+        self._functions = ModelFunctions(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
+        self._optimizer = make_optimizer(config, self._functions.params, self._functions.axes)
+        self.state: TrainState = initial_state(self._functions, self._optimizer, config.seed)
+        self.num_parameters = sum(math.prod(p.shape) for p in self.state.params.values())
+        self._bytes_per_target = self._pipeline.bytes_per_target()
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint)
+        self._iterator = self._pipeline.training_batches(config.batch_size)
+        self._done = 0  # steps completed: the host's copy of state.step
+        self._progress: dict[str, Any] = {"evaluated": 0, "data_crc": 0, "tokens": 0.0}
+        self._pending: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None
+        self._losses: list[float] = []
+        self._last_loss: tuple[int, float] | None = None
+        self._tokens_per_second = 0.0
+
+    # 1. Where the run stands.
+
+    def resume(self) -> None:
+        """Reads the newest checkpoint, if the directory has one; opens the metrics.
+
+        Raises:
+          FileExistsError: there is a run, and the configuration says never to resume.
+          FileNotFoundError: there is none, and the configuration says to resume.
+          ValueError: the run there is of another model or optimizer.
+        """
+        config, directory = self.config, self.config.run_directory
+        steps = self._checkpoints.steps()
+        if steps and config.resume == "never":
+            raise FileExistsError(f"{directory} already has a run at step {steps[-1]}: give this one another --name")
+        if not steps and config.resume == "must":
+            raise FileNotFoundError(f"{directory} has no checkpoint to resume from")
+        if steps:
+            self._report_differences()
+            restored = self._checkpoints.restore(self.state, self._iterator)
+            if restored is not None:
+                self.state, self._progress = restored.state, restored.progress
+                self._done = int(self.state.step)
+                self.display.message(f"resuming {directory} at step {self._done}")
+        temporary = directory / "config.json.tmp"
+        temporary.write_text(to_json(config))
+        temporary.replace(directory / "config.json")
+        writers: list[MetricsWriter] = [JsonLines(directory / "metrics.jsonl", self._done)]
+        self._losses = [m["loss"] for m in read_json_lines(directory / "metrics.jsonl") if "loss" in m]
+        if config.log.tensorboard:
+            writers.append(TensorBoard(directory / "tensorboard", self._done))
+        self._writer = Fanout(writers)
+
+    # 2. Programs.
+
+    def compile(self) -> None:
+        """Compiles the step; a signal meanwhile is heard at once."""
+        config = self.config
+        shape = (config.micro_batches, config.micro_batch_size, config.data.sequence_length)
+        integers = ("inputs", "targets", "segment_ids", "positions")
+        batch: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in integers}
+        batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+        step = jax.jit(make_train_step(config, self._functions, self._optimizer), donate_argnums=0)
+        begun = time.perf_counter()
+        with self._saving_on_stop():
+            self._step = self._stop.run(step.lower(self.state, batch).compile)
+        self.display.message(
+            f"{config.name}: {self.num_parameters:,} parameters, compiled in {time.perf_counter() - begun:.0f} s"
+        )
+        self._eval_rows = config.evaluation.batch_size or config.micro_batch_size
+        self._eval_step = None
+
+    # 3. Steps.
+
+    def train(self) -> None:
+        """Runs to the last step.
+
+        Raises:
+          StopRequested: a signal came; the state is saved.
+          NonFiniteError: too many non-finite steps in a row; nothing non-finite was saved.
+        """
+        config = self.config
+        self.display.start(self._done)
+        try:
+            with self._saving_on_stop():
+                self._evaluate_and_save_if_due()
+                self._reset_window()
+                while self._done < config.steps:
+                    self._stop.check()
+                    self._profile()
+                    self._one_step()
+                    self._evaluate_and_save_if_due()
+                self._flush()
+        finally:
+            self.display.stop()
+
+    def _one_step(self) -> None:
+        begun = time.perf_counter()
+        batch = next(self._iterator)
+        self._window_wait += time.perf_counter() - begun
+        self._progress["data_crc"] = zlib.crc32(batch["inputs"].tobytes(), self._progress["data_crc"])
+        self.state, metrics = self._step(self.state, split_micro_batches(batch, self.config.micro_batches))
+        self._done += 1
+        self._window_steps += 1
+        # Read a step's numbers only when the next is under way: the device never waits for the host.
+        self._flush()
+        self._pending = (self._done, metrics, {"data_crc": self._progress["data_crc"]})
+
+    def _flush(self) -> None:
+        """Reports the step before this one."""
+        if self._pending is None:
+            return
+        step, device_metrics, more = self._pending
+        self._pending = None
+        values: dict[str, Any] = {k: v.item() for k, v in jax.device_get(device_metrics).items()}
+        self._progress["tokens"] += values["tokens"]
+        if values["nonfinite"]:
+            self.display.message(
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, step left out "
+                f"({values['nonfinite']} in a row, {values['nonfinite_total']} in all)"
+            )
+        if values["nonfinite"] >= self.config.max_nonfinite:
+            self._writer.write(step, values)
+            saved = self._checkpoints.steps()
+            raise NonFiniteError(
+                f"{values['nonfinite']} steps in a row were not finite, up to step {step}; the last checkpoint is "
+                f"{saved[-1] if saved else 'none'}. Lower optimizer.peak-lr or clip-norm, or look at the data there"
+            )
+        if step % self.config.log.every == 0 or step == self.config.steps:
+            seconds = time.perf_counter() - self._window_begun
+            steps = max(self._window_steps, 1)
+            self._tokens_per_second = steps * self.config.tokens_per_step / seconds
+            values |= {
+                "seconds_per_step": seconds / steps,
+                "tokens_per_second": self._tokens_per_second,
+                "data_wait": self._window_wait / seconds,
+                "tokens_total": self._progress["tokens"],
+                **more,
+            }
+            self._writer.write(step, values)
+            self._losses.append(values["loss"])
+            self._reset_window()
+        if step % self.config.log.every == 0 or step == self.config.steps or step == 1:
+            self.display.update(step, status_line({"tokens_per_second": self._tokens_per_second, **values}))
+
+    def _evaluate_and_save_if_due(self) -> None:
+        config, step = self.config, self._done
+        if step == 0 or step == config.steps:
+            return  # the last evaluation and checkpoint are finish's
+        paused = time.perf_counter()
+        if step % config.evaluation.every == 0 and self._progress["evaluated"] < step:
+            self._flush()
+            self._evaluate(config.evaluation.rows)
+        if step % config.checkpoint.every == 0:
+            self._flush()
+            self._save()
+        self._window_begun = getattr(self, "_window_begun", paused) + time.perf_counter() - paused
+
+    def _reset_window(self) -> None:
+        self._window_begun, self._window_steps, self._window_wait = time.perf_counter(), 0, 0.0
+
+    def _evaluate(self, rows: int | None) -> dict[str, float]:
+        batches = self._pipeline.held_out_batches(self._eval_rows, rows)
+        first = next(batches, None)
+        if first is None:
+            return {}
+        if self._eval_step is None:
+            lowered = jax.jit(make_eval_step(self._functions)).lower(self.state.params, first)
+            self._eval_step = self._stop.run(lowered.compile)
+        found = evaluate(
+            self._eval_step,
+            self.state.params,
+            itertools.chain([first], batches),
+            self._bytes_per_target,
+            self._stop.check,
+        )
+        mixing = {name: value.item() for name, value in jax.device_get(mixing_statistics(self.state.params)).items()}
+        self._writer.write(self._done, {**{f"held_out/{k}": v for k, v in found.items()}, **mixing})
+        self._progress["evaluated"] = self._done
+        self._last_loss = (self._done, found["loss"])
+        self.display.message(
+            f"step {self._done}: held-out loss {found['loss']:.4f}, {found['bits_per_byte']:.3f} bits per byte"
+        )
+        return found
+
+    def _save(self) -> None:
+        if self._done in self._checkpoints.steps():
+            return
+        loss = self._last_loss[1] if self._last_loss and self._last_loss[0] == self._done else None
+        self._checkpoints.save(self.state, self._iterator, dict(self._progress), loss)
+
+    def _saving_on_stop(self) -> "_SavingOnStop":
+        return _SavingOnStop(self)
+
+    def save_and_wait(self) -> None:
+        """Saves the last completed step, unless it is saved, and returns when that is on disk."""
+        self._flush()
+        self._save()
+        self._checkpoints.wait()
+        self.display.message(f"saved step {self._done} in {self.config.run_directory}; the same command resumes")
+
+    def _profile(self) -> None:
+        start = self.config.log.profile_start
+        if start is not None and self._done == start:
+            jax.profiler.start_trace(str(self.config.run_directory / "profile"))
+        if start is not None and self._done == start + self.config.log.profile_steps:
+            jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()
+
+    # 4. The end.
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluates, saves, samples and prints the summary; returns what the summary says."""
+        config = self.config
+        with self._saving_on_stop():
+            found = self._evaluate(config.evaluation.final_rows)
+            self._save()
+            self._checkpoints.wait()
+            results: dict[str, Any] = {"step": self._done, "parameters": self.num_parameters, **found}
+            if found and self._pipeline.tokenizer.vocab_size <= 2048:
+                nats = self._pipeline.fit_bigram().nats_per_token(
+                    self._pipeline.held_out_batches(self._eval_rows, config.evaluation.final_rows)
+                )
+                results["bigram_bits_per_byte"] = nats / math.log(2) / self._bytes_per_target
+            if config.sample.prompt:
+                self._sample()
+        self._summary(results)
+        return results
+
+    def close(self) -> None:
+        """Ends the threads of the data, the checkpoints and the metrics."""
+        self._iterator.close()
+        self._checkpoints.close()
+        if hasattr(self, "_writer"):
+            self._writer.close()
+
+    def _sample(self) -> None:
+        options = self.config.sample
+        prompt = prompt_ids(self._pipeline.tokenizer, options.prompt)
+        sampler = jax.jit(make_sampler(self._functions, options.tokens, options.temperature))
+        key = jax.random.key(self.config.seed)
+        compiled = self._stop.run(sampler.lower(self.state.params, prompt, key).compile)
+        ids = jax.device_get(compiled(self.state.params, prompt, key))
+        self.display.completion(options.prompt, until_end(self._pipeline.tokenizer, ids))
+
+    def _summary(self, results: dict[str, Any]) -> None:
+        rows = [
+            ("parameters", f"{self.num_parameters:,}"),
+            ("steps", f"{self._done:,} of {self.config.tokens_per_step:,} tokens"),
+        ]
+        if self._tokens_per_second:
+            rows.append(("speed", f"{self._tokens_per_second:,.0f} tokens/s"))
+        rows.append(("time since start", f"{time.perf_counter() - self._started:.0f} s"))
+        if "bits_per_byte" in results:
+            rows.append(("held-out bits per byte", f"{results['bits_per_byte']:.3f}"))
+        if "bigram_bits_per_byte" in results:
+            bigram = results["bigram_bits_per_byte"]
+            rows.append(("… of a byte bigram", f"{bigram:.3f}"))
+            gain = 1 - results["bits_per_byte"] / bigram
+            rows.append((f"… {'better' if gain >= 0 else 'worse'} by", f"{abs(gain):.1%}"))
+        if skipped := self._pipeline.skipped:
+            rows.append(("documents skipped", ", ".join(f"{count} {reason}" for reason, count in skipped.items())))
+        rows.append(("checkpoint", str(self.config.run_directory / "checkpoints" / str(self._done))))
+        rows.append(("metrics", str(self.config.run_directory / "metrics.jsonl")))
+        self.display.summary(self.config.name, rows, self._losses)
+
+    def _report_differences(self) -> None:
+        """Says what changed in the configuration since the run began."""
+        path = self.config.run_directory / "config.json"
+        if not path.is_file():
+            return
+        old = to_plain(from_json(TrainConfig, path.read_text()))
+        for name, (before, now) in differences(old, to_plain(self.config)).items():
+            if not name.startswith(_FREE_TO_CHANGE):
+                self.display.message(f"note: {name} was {before} when this run was last saved and is {now} now")
+
+
+class _SavingOnStop:
+    """Saves the last completed step when a signal ends the block."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None and issubclass(kind, StopRequested):
+            self._trainer.save_and_wait()

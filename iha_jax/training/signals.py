@@ -1,0 +1,128 @@
+"""SIGTERM and SIGINT heard at any moment, also while XLA compiles or a save is in flight.
+
+A Python signal handler runs between two bytecodes of the main thread, so it waits for a compilation to
+return. The C handler below it does not: it writes the signal's number to a file descriptor at once, and a
+thread of its own reads that. Long native calls run in another thread, and the main thread waits for either.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequested(Exception):
+    """A signal asked the run to save and exit."""
+
+
+class StopSignals:
+    """Listens for SIGTERM and SIGINT between ``__enter__`` and ``__exit__`` (from the main thread).
+
+    A third SIGINT exits at once without saving.
+
+    Attributes:
+      received: name of the first signal, or None.
+    """
+
+    def __init__(self, notify: Callable[[str], None] = lambda text: print(text, flush=True)):
+        self.received: str | None = None
+        self._notify = notify
+        self._changed = threading.Condition()
+        self._abandoned = False
+        self._interrupts = 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        """Takes the signals over."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        # A handler must be set for the C one to be; what is to be done is done by the thread.
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the signals back."""
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as shells report it; 0 if none came."""
+        return 0 if self.received is None else 128 + signal.Signals[self.received].value
+
+    def check(self) -> None:
+        """Raises ``StopRequested`` if a signal came."""
+        if self.received is not None:
+            raise StopRequested(self.received)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """The result of a long native call, or ``StopRequested`` as soon as a signal comes.
+
+        The call can't be broken off: it is left running, and ``finish`` then ends the process without it.
+        """
+        self.check()
+        outcome: list[tuple[bool, object]] = []
+
+        def work() -> None:
+            try:
+                result = (True, call())
+            except BaseException as error:
+                result = (False, error)
+            with self._changed:
+                outcome.append(result)
+                self._changed.notify_all()
+
+        thread = threading.Thread(target=work, name="native call", daemon=True)
+        thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: outcome or self.received is not None)
+            if not outcome:
+                self._abandoned = True
+                raise StopRequested(self.received)
+        thread.join()
+        succeeded, value = outcome[0]
+        if not succeeded:
+            raise value  # pyright: ignore[reportGeneralTypeIssues]
+        return value  # pyright: ignore[reportReturnType]
+
+    def finish(self) -> None:
+        """Exits the process with ``exit_code`` if a signal came; call it when everything is saved and closed."""
+        if self.received is None:
+            return
+        if self._abandoned:
+            # A thread inside XLA's compiler can neither be joined in useful time nor survive the interpreter.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.exit_code)
+        sys.exit(self.exit_code)
+
+    def _listen(self) -> None:
+        while number := os.read(self._read, 1)[0]:
+            if number not in _SIGNALS:
+                continue
+            name = signal.Signals(number).name
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts >= 3:
+                os.write(2, b"third SIGINT: exiting without saving\n")
+                os._exit(128 + number)
+            first = self.received is None
+            with self._changed:
+                self.received = self.received or name
+                self._changed.notify_all()
+            if first:
+                self._notify(f"{name} received: saving, then exiting")
+            else:
+                self._notify(f"{name} received again: still saving")

@@ -1,0 +1,34 @@
+"""Train a language model: ``python train.py configs/tiny.py``; ``--help`` after the config lists its values."""
+
+import logging
+import sys
+
+from iha_jax.training.cli import parse
+from iha_jax.training.lock import RunLock
+from iha_jax.training.loop import NonFiniteError, Trainer
+from iha_jax.training.signals import StopRequested, StopSignals
+
+
+def main() -> None:
+    """Runs what the command line asks for; stopped by a signal, it saves, and the same command resumes."""
+    config = parse(sys.argv[1:])
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        with StopSignals() as stop, RunLock(config.run_directory):
+            trainer = Trainer(config, stop)
+            try:
+                trainer.resume()
+                trainer.compile()
+                trainer.train()
+                trainer.finish()
+            except StopRequested:
+                pass  # the trainer has saved
+            finally:
+                trainer.close()
+            stop.finish()
+    except (ValueError, FileNotFoundError, FileExistsError, NonFiniteError, RuntimeError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The few differences between the oldest and newest jax and flax we support. A leaf module."""
+
+import jax
+from jax.sharding import AxisType
+
+# `jax.reshard` appeared after 0.7; the older name is still there in 0.7.2.
+reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
+
+
+def make_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], *, explicit: bool = True, devices=None
+) -> jax.sharding.Mesh:
+    """A mesh whose axis types are always stated.
+
+    The default axis type changed from Auto to Explicit in jax 0.10, and the first argument was renamed in 0.12.
+
+    Args:
+      shape: devices along every mesh axis.
+      names: of the mesh axes.
+      explicit: Explicit axes if true, else Auto ones.
+      devices: the devices to use, default all.
+    """
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)

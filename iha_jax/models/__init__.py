@@ -1,0 +1,15 @@
+"""Models: a decoder-only language model whose layers attend in any pattern of kinds."""
+
+from iha_jax.models.config import IHAConfig, MHAConfig, ModelConfig, RopeConfig
+from iha_jax.models.transformer import Transformer, TransformerCache, stack_parameters, unstack_parameters
+
+__all__ = [
+    "IHAConfig",
+    "MHAConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "Transformer",
+    "TransformerCache",
+    "stack_parameters",
+    "unstack_parameters",
+]

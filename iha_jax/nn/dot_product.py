@@ -1,0 +1,231 @@
+"""Dot-product attention for the baseline, as strong as XLA allows: banded for windows, memory linear in length.
+
+`jax.nn.dot_product_attention` serves where it can and is best: short sequences without a window, cap or precision.
+On XLA it materialises all T x S logits and computes a window's full square, so the rest is done here.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Logits of one piece of work: 64 MiB in float32. Below it everything is one piece and saved for the backward pass;
+# above, pieces are computed in turn and recomputed, so memory does not grow with T*S.
+_MAX_LOGITS = 2**24
+# Causal attention in pieces splits the queries in so many parts, each reading only keys up to its own end: the
+# share of hidden pairs computed in vain is 1/16 of the square instead of 1/2.
+_CAUSAL_PARTS = 8
+# Smallest band block: narrower products cost more in overhead than they save.
+_MIN_BLOCK = 16
+
+
+def dot_product_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    query_positions: Int[Array, "B T"] | None = None,
+    key_positions: Int[Array, "B S"] | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T N Hv"]:
+    """Scaled dot-product attention of already rotated heads; K divides N.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
+      causal: whether a key's position must not exceed the query's.
+      window: W: distances below W are seen (either way, if not causal).
+      query_positions: int32 ``[B, T]``, strictly increasing within a segment; default ``0 … T-1``.
+      key_positions: likewise; default the query's if given, else ``0 … S-1``.
+      query_segment_ids: int32 ``[B, T]``, 0 is padding; default all 1.
+      key_segment_ids: likewise; default the query's if given.
+      logits_soft_cap: c in ``c * tanh(logits / c)``, before the mask.
+      precision: of both contractions.
+
+    Returns:
+      ``[B, T, N, Hv]`` in the query's dtype; exactly 0 for a query with nothing to see.
+
+    Raises:
+      ValueError: if positions or ids leave open what S != T means.
+    """
+    query_len, key_len = query.shape[1], key.shape[1]
+    for name, for_query, for_key in (
+        ("positions", query_positions, key_positions),
+        ("segment_ids", query_segment_ids, key_segment_ids),
+    ):
+        if for_query is not None and for_key is None and query_len != key_len:
+            raise ValueError(f"query_{name} without key_{name} needs S = T, got T={query_len} and S={key_len}.")
+    if causal and query_positions is None and query_len != key_len:
+        raise ValueError(f"causal attention with T={query_len} and S={key_len} needs both position arrays.")
+    # Index order stands for position order where both sides are one sequence.
+    aligned = key_positions is None and (key_segment_ids is None or query_segment_ids is None)
+    default_positions = query_positions is None and key_positions is None
+    segmented = query_segment_ids is not None or key_segment_ids is not None
+    if segmented:
+        key_ids = query_segment_ids if key_segment_ids is None else key_segment_ids
+        assert key_ids is not None
+        query_ids = jnp.ones((key.shape[0], query_len), jnp.int32) if query_segment_ids is None else query_segment_ids
+        # What padding holds must not matter, not even inf: 0 weight times inf is not 0.
+        key, value = _blank(key, key_ids), _blank(value, key_ids)
+        query = _blank(query, query_ids)
+    else:
+        query_ids, key_ids = None, None
+
+    logits = query.shape[0] * query.shape[2] * query_len * key_len
+    plain = window is None and logits_soft_cap is None and precision is None
+    if plain and default_positions and not segmented and logits <= _MAX_LOGITS:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
+    if query_positions is None:
+        query_positions = jnp.arange(query_len, dtype=jnp.int32)[None]
+        key_positions = jnp.arange(key_len, dtype=jnp.int32)[None] if key_positions is None else key_positions
+    if key_positions is None:
+        key_positions = query_positions
+    queries = (query, query_positions, query_ids)
+    keys = (key, value, key_positions, key_ids)
+    dense = functools.partial(_dense, causal=causal, window=window, cap=logits_soft_cap, precision=precision)
+    if window is not None and aligned and query_len == key_len:
+        block = max(_MIN_BLOCK, window // 2)
+        behind = -(-(window - 1) // block) * block
+        ahead = 0 if causal else behind
+        if behind + block + ahead < query_len:
+            return _banded(queries, keys, block, behind, ahead, dense)
+    if logits <= _MAX_LOGITS:
+        return dense(queries, keys)
+    return _in_pieces(queries, keys, causal and aligned and query_len == key_len, dense)
+
+
+def _blank(x: Array, ids: Array) -> Array:
+    return jnp.where((ids == 0)[:, :, None, None], jnp.zeros_like(x), x)
+
+
+def _dense(queries, keys, *, causal, window, cap, precision) -> Array:
+    """Attention with all logits at once. Leading axes of every array may be [B] or, for blocks, [B, blocks]."""
+    query, query_positions, query_ids = queries
+    key, value, key_positions, key_ids = keys
+    compute = jnp.promote_types(query.dtype, jnp.float32)
+    *lead, tokens, heads, dim = query.shape
+    kv_heads = key.shape[-2]
+    query = query.reshape(*lead, tokens, kv_heads, heads // kv_heads, dim)
+    contract = functools.partial(jnp.einsum, precision=precision, preferred_element_type=compute)
+    logits = contract("...tkgh,...skh->...kgts", query, key) * jnp.asarray(dim**-0.5, compute)
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    seen = None
+    if causal or window is not None:
+        distance = query_positions[..., :, None] - key_positions[..., None, :]
+        if causal:
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+        else:
+            seen = jnp.abs(distance) < window
+    if query_ids is not None:
+        query_ids, key_ids = query_ids[..., :, None], key_ids[..., None, :]
+        same = (query_ids == key_ids) & (key_ids != 0)
+        seen = same if seen is None else seen & same
+    if seen is not None:
+        seen = seen[..., None, None, :, :]
+        logits = jnp.where(seen, logits, jnp.finfo(compute).min)
+    weights = jax.nn.softmax(logits, axis=-1)
+    if seen is not None:
+        # A query with nothing to see gives 0, not an average of what it can't see.
+        weights = jnp.where(seen, weights, 0)
+    out = contract("...kgts,...skh->...tkgh", weights.astype(value.dtype), value)
+    return out.reshape(*lead, tokens, heads, value.shape[-1]).astype(query.dtype)
+
+
+def _banded(queries, keys, block: int, behind: int, ahead: int, dense) -> Array:
+    """Windowed self-attention: a block of queries reads its own block and what the window reaches around it."""
+    batch, tokens, heads, _ = queries[0].shape
+    band = behind + block + ahead
+    # A slab is what one piece of work covers; a whole number of blocks.
+    per_block = batch * heads * block * band
+    blocks = -(-tokens // block)
+    slab_blocks = min(blocks, max(1, _MAX_LOGITS // per_block))
+    slabs = -(-blocks // slab_blocks)
+    slab = slab_blocks * block
+    padding = slabs * slab - tokens
+
+    def pad(x: Array | None, before: int, after: int) -> Array | None:
+        return None if x is None else jnp.pad(x, ((0, 0), (before, after)) + ((0, 0),) * (x.ndim - 2))
+
+    key, value, key_positions, key_ids = keys
+    far = jnp.iinfo(jnp.int32).max // 2
+    if key_ids is None:
+        # Padding must not be seen; without ids, positions no window reaches see to that. Padding's own queries
+        # then see nothing, which is harmless: they are cut off below.
+        key_positions = jnp.pad(key_positions, ((0, 0), (behind, padding + ahead)), constant_values=-far)
+    else:
+        key_positions = pad(key_positions, behind, padding + ahead)
+    queries = tuple(pad(x, 0, padding) for x in queries)
+    keys = (
+        pad(key, behind, padding + ahead),
+        pad(value, behind, padding + ahead),
+        key_positions,
+        pad(key_ids, behind, padding + ahead),
+    )
+
+    def blocked(x: Array | None) -> Array | None:
+        return None if x is None else x.reshape(x.shape[0], slab_blocks, block, *x.shape[2:])
+
+    def bands(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        # Slices overlap: block i reads rows i*block … i*block + band of the slab and its halo.
+        pieces = [
+            x[:, i : i + slab].reshape(x.shape[0], slab_blocks, block, *x.shape[2:]) for i in range(0, band, block)
+        ]
+        return jnp.concatenate(pieces, axis=2)
+
+    def attend(start: Array | int) -> Array:
+        def cut(x: Array | None, size: int) -> Array | None:
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+        slab_queries = tuple(blocked(cut(x, slab)) for x in queries)
+        slab_keys = tuple(bands(cut(x, slab + behind + ahead)) for x in keys)
+        out = dense(slab_queries, slab_keys)
+        return out.reshape(batch, slab, *out.shape[3:])
+
+    if slabs == 1:
+        out = attend(0)
+    else:
+        starts = jnp.arange(slabs, dtype=jnp.int32) * slab
+        out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), starts), 0, 1)
+        out = out.reshape(batch, slabs * slab, *out.shape[3:])
+    return out[:, :tokens]
+
+
+def _in_pieces(queries, keys, causal_by_index: bool, dense) -> Array:
+    """Attention over all keys, some query rows at a time, recomputed in the backward pass."""
+    query = queries[0]
+    batch, tokens, heads, _ = query.shape
+    key_len = keys[0].shape[1]
+    parts = _CAUSAL_PARTS if causal_by_index else 1
+    part = -(-tokens // parts)
+    outputs = []
+    for start in range(0, tokens, part):
+        stop = min(start + part, tokens)
+        seen = stop if causal_by_index else key_len
+        part_keys = tuple(x if x is None else x[:, :seen] for x in keys)
+        rows = max(1, min(stop - start, _MAX_LOGITS // (batch * heads * seen)))
+        pieces = math.ceil((stop - start) / rows)
+        rows = math.ceil((stop - start) / pieces)
+
+        def attend(first: Array, rows: int = rows, part_keys: tuple = part_keys) -> Array:
+            piece = tuple(x if x is None else jax.lax.dynamic_slice_in_dim(x, first, rows, axis=1) for x in queries)
+            return dense(piece, part_keys)
+
+        # The last piece starts where it still fits; rows it shares with the one before are equal, and cut off.
+        firsts = [min(start + i * rows, stop - rows) for i in range(pieces)]
+        out = jax.lax.map(jax.checkpoint(attend), jnp.asarray(firsts, jnp.int32))
+        for i, first in enumerate(firsts):
+            outputs.append(out[i][:, start + i * rows - first :])
+    return jnp.concatenate(outputs, axis=1)

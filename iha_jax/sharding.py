@@ -1,0 +1,134 @@
+"""Logical axis names and the rules that lay them on a mesh. A leaf module: no-op wherever there is no mesh.
+
+Every parameter carries a neutral metadata key ``axes``: one logical name per array axis. `Rules` says which mesh
+axes each name is split over; nothing else in the package mentions mesh axes. With no mesh set, `constrain`,
+`einsum` and `take` are plain operations.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array
+
+from iha_jax import compat
+
+MeshAxes = tuple[str, ...]
+LogicalAxes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which mesh axes every logical axis is split over; mesh axes that the mesh at hand lacks are skipped.
+
+    Attributes:
+      batch: of activations.
+      sequence: tokens of activations.
+      embed: model dimension of parameters (fully sharded data parallelism splits it).
+      heads: query heads, of parameters and activations.
+      kv_heads: key/value heads.
+      source_heads: the heads that mixing and collapse read from; whole on every device.
+      source_kv_heads: likewise for keys and values.
+      head_dim: within a head.
+      pseudo: pseudo-heads.
+      mlp: hidden dimension of the feed-forward network.
+      vocab: rows of the embedding, columns of the logits.
+      layers: the stacked axis of scanned layers.
+      norm: scales and biases over the model dimension.
+    """
+
+    batch: MeshAxes = ("data", "fsdp")
+    sequence: MeshAxes = ("sequence",)
+    embed: MeshAxes = ("fsdp",)
+    heads: MeshAxes = ("tensor",)
+    kv_heads: MeshAxes = ("tensor",)
+    source_heads: MeshAxes = ()
+    source_kv_heads: MeshAxes = ()
+    head_dim: MeshAxes = ()
+    pseudo: MeshAxes = ()
+    mlp: MeshAxes = ("tensor",)
+    vocab: MeshAxes = ("tensor",)
+    layers: MeshAxes = ()
+    norm: MeshAxes = ()
+
+    def resolve(self, axes: LogicalAxes, mesh_axes: MeshAxes) -> PartitionSpec:
+        """The partition of an array with these logical axes on a mesh with these axes.
+
+        Args:
+          axes: one logical name, or None for a whole axis, per array axis.
+          mesh_axes: names of the mesh's axes.
+
+        Raises:
+          ValueError: for an unknown logical name, or two array axes that would be split over one mesh axis.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        owner: dict[str, str] = {}
+        entries = []
+        for axis in axes:
+            if axis is None:
+                entries.append(None)
+                continue
+            if axis not in known:
+                raise ValueError(f"unknown logical axis {axis!r} in {axes}; known are {sorted(known)}.")
+            names = tuple(name for name in getattr(self, axis) if name in mesh_axes)
+            for name in names:
+                if name in owner:
+                    raise ValueError(
+                        f"logical axes {owner[name]!r} and {axis!r} of {axes} would both be split over mesh axis "
+                        f"{name!r}: change one of them in Rules."
+                    )
+                owner[name] = axis
+            entries.append(names[0] if len(names) == 1 else (names or None))
+        return PartitionSpec(*entries)
+
+
+_active: contextvars.ContextVar[Rules] = contextvars.ContextVar("iha_jax_rules", default=Rules())  # noqa: B039
+
+
+@contextlib.contextmanager
+def use_rules(rules: Rules) -> Iterator[Rules]:
+    """Within this context layers resolve their logical axes by these rules."""
+    token = _active.set(rules)
+    try:
+        yield rules
+    finally:
+        _active.reset(token)
+
+
+def current_spec(axes: LogicalAxes) -> tuple[PartitionSpec | None, bool]:
+    """The partition under the mesh and rules in force, and whether the mesh is explicit; None without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None, False
+    if any(kind == AxisType.Manual for kind in mesh.axis_types):
+        return None, False  # Inside shard_map arrays are already the local pieces.
+    explicit = all(kind == AxisType.Explicit for kind in mesh.axis_types)
+    return _active.get().resolve(axes, tuple(mesh.axis_names)), explicit
+
+
+def constrain(x: Array, axes: LogicalAxes) -> Array:
+    """Lays x out by its logical axes; x itself without a mesh."""
+    spec, explicit = current_spec(axes)
+    if spec is None:
+        return x
+    return compat.reshard(x, spec) if explicit else jax.lax.with_sharding_constraint(x, spec)
+
+
+def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, preferred_element_type=None) -> Array:
+    """`jnp.einsum` whose result is laid out by logical axes (an explicit mesh needs that said at the contraction)."""
+    spec, explicit = current_spec(axes)
+    options = {} if spec is None or not explicit else {"out_sharding": spec}
+    out = jnp.einsum(equation, *operands, precision=precision, preferred_element_type=preferred_element_type, **options)
+    return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)
+
+
+def take(table: Array, index: Array, axes: LogicalAxes) -> Array:
+    """``table[index]`` laid out by logical axes; an index out of range gives NaN, so that it can't pass unseen."""
+    spec, explicit = current_spec(axes)
+    options = {} if spec is None or not explicit else {"out_sharding": spec}
+    out = table.at[index].get(mode="fill", fill_value=jnp.nan, **options)
+    return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)

@@ -1,2 +1,303 @@
-"""Placeholder until the banded implementation lands."""
-from iha_jax.ops.reference import reference as blockwise  # noqa: F401
+"""IHA in XLA without storing pseudo-heads: they exist for the block in hand only, forward and backward.
+
+Two drivers share the arithmetic of `tiles.py`. *Narrow* windows put many small tiles side by side, all heads at
+once, so that work is proportional to T*W. *Slabs* (global layers, wide windows, cross attention) take a few heads
+at a time, form their pseudo-keys once, and run query tiles against all keys of the slab; causal layers are cut
+into stripes that see only their prefix. Every tile holds all the keys its queries can see, so its probabilities
+are final in one pass and no running maximum is needed. The backward pass recomputes a tile from base heads and
+its saved log-sum-exp (`jax.checkpoint`); first- and higher-order, forward- and reverse-mode derivatives work.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from iha_jax.ops import forms, masks
+from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.block_sizes import NarrowPlan, SlabPlan
+from iha_jax.ops.mixing import HeadMixing
+from iha_jax.ops.rope import apply_rope, rope_tables
+from iha_jax.ops.tiles import LOG_SUM_EXP, TileSpec, mix_heads, tile_attention
+
+
+def blockwise(args: Arguments) -> Array:
+    """Serves every argument of the contract."""
+    plan, form = forms.choose(forms.Problem.of(args))
+    spec = TileSpec(form, args.scale, args.logits_soft_cap, args.precision, args.compute_dtype)
+    queries, keys, rotation = _prepare(args)
+    if isinstance(plan, NarrowPlan):
+        out = _narrow(args, queries, keys, rotation, plan, spec)
+    elif plan.repeats is None:
+        out = _stripes(args, queries, keys, rotation, plan, spec)
+    else:
+        out = _wide(args, queries, keys, rotation, plan, spec)
+    return out.astype(args.query.dtype)
+
+
+class Queries(NamedTuple):
+    """Base queries ``[z,t,m,h]`` rotated by their token's index; positions and ids ``[z|1,t]``."""
+
+    heads: Array
+    position: Array
+    segment: Array
+
+
+class Keys(NamedTuple):
+    """Base keys ``[z,s,m,h]`` rotated likewise, base values ``[z,s,m,d]``; positions and ids ``[z|1,s]``."""
+
+    heads: Array
+    value: Array
+    position: Array
+    segment: Array
+
+
+Rotation = tuple[Array, Array] | None
+"""cos and sin ``[P, H/2]`` of what is left of the rotation once tokens are rotated: the pseudo-head's number."""
+
+
+def _prepare(args: Arguments) -> tuple[Queries, Keys, Rotation]:
+    """Rotates base heads; positions and ids get batch 1 where they are the same for every row."""
+    rows = slice(1) if args.default_positions else slice(None)
+    ids = slice(None) if args.segmented else slice(1)
+    query_position, key_position = args.query_positions[rows], args.key_positions[rows]
+    query, key, rotation = args.query, args.key, None
+    if args.rope is not None:
+        pseudo = args.num_pseudo_heads
+        step = args.rope.tokens_to_index(pseudo)
+        tables = functools.partial(
+            rope_tables, rope=args.rope, head_dim=args.head_dim, num_pseudo_heads=pseudo, dtype=args.compute_dtype
+        )
+        query = apply_rope(query, *(table[:, :, None] for table in tables(query_position * step)))
+        key = apply_rope(key, *(table[:, :, None] for table in tables(key_position * step)))
+        if args.rope.positions == "virtual" and pseudo > 1:
+            rotation = tables(jnp.arange(pseudo, dtype=jnp.int32), with_factor=False)
+    return (
+        Queries(query, query_position, args.query_segment_ids[ids]),
+        Keys(key, args.value, key_position, args.key_segment_ids[ids]),
+        rotation,
+    )
+
+
+def _seen(args: Arguments, query_position: Array, query_id: Array, key_position: Array, key_id: Array) -> Array:
+    """Visibility ``[z|1, g, p, t, r, s]`` from positions and ids ``[z|1, g, t]`` and ``[z|1, g, s]``."""
+    pseudo = jnp.arange(args.num_pseudo_heads, dtype=jnp.int32)
+
+    def queries(x: Array) -> Array:
+        return x[:, :, None, :, None, None]
+
+    def keys(x: Array) -> Array:
+        return x[:, :, None, None, None, :]
+
+    seen = masks.same_segment(queries(query_id), keys(key_id))
+    by_position = masks.visible(
+        queries(query_position),
+        pseudo[None, None, :, None, None, None],
+        keys(key_position),
+        pseudo[None, None, None, None, :, None],
+        num_pseudo_heads=args.num_pseudo_heads,
+        causal=args.causal,
+        window=args.window,
+    )
+    if by_position is not None:
+        seen = seen & by_position
+    z, g, _, t, _, s = seen.shape
+    return jnp.broadcast_to(seen, (z, g, len(pseudo), t, len(pseudo), s))
+
+
+# ------------------------------------------------------------------------------------------------ narrow windows
+
+
+def _narrow(
+    args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, plan: NarrowPlan, spec: TileSpec
+) -> Array:
+    """Tiles of a window: ``group`` of them side by side, one group after the other."""
+    tile, group, steps = plan.tile, plan.group, plan.steps
+    tokens = args.query.shape[1]
+
+    def query_groups(x: Array) -> Array:
+        x = _fit(x, 0, plan.padded)
+        return jnp.moveaxis(x.reshape(x.shape[0], steps, group, tile, *x.shape[2:]), 1, 0)
+
+    def key_groups(x: Array) -> Array:
+        """Overlapping slabs of key tiles, one a step: base-sized; the overlap is left + right tiles a group."""
+        x = _fit(x, plan.left * tile, plan.padded + plan.right * tile)
+        x = x.reshape(x.shape[0], -1, tile, *x.shape[2:])
+        width = group + plan.left + plan.right
+        return jnp.stack([x[:, i * group : i * group + width] for i in range(steps)])
+
+    def bands(x: Array, axis: int) -> Array:
+        """Each query tile's own keys: tiles i … i + left + right of the slab, joined along the token axis."""
+        return jnp.concatenate([x[:, i : i + group] for i in range(plan.left + 1 + plan.right)], axis=axis)
+
+    def step(xs: tuple[Queries, Keys]) -> Array:
+        query, key = xs
+        query_heads, key_heads, value = query.heads, key.heads, key.value
+        if spec.form.scores == "pseudo":
+            query_heads = mix_heads(query_heads, args.mixing.query, rotation, spec)
+            key_heads = bands(mix_heads(key_heads, args.mixing.key, rotation, spec), axis=4)
+        else:
+            key_heads = bands(key_heads, axis=2)
+        if spec.form.values == "mixed":
+            value = bands(mix_heads(value, args.mixing.value, None, spec), axis=4)
+        else:
+            value = bands(value, axis=2)
+        seen = _seen(args, query.position, query.segment, bands(key.position, axis=2), bands(key.segment, axis=2))
+        return tile_attention(query_heads, key_heads, value, args.mixing, seen, spec)
+
+    out = _map(step, (jax.tree.map(query_groups, queries), jax.tree.map(key_groups, keys)))  # [steps,z,g,t,n,d]
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], plan.padded, *out.shape[4:])[:, :tokens]
+
+
+# --------------------------------------------------------------------------------------------------------- slabs
+
+
+def _stripes(
+    args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, plan: SlabPlan, spec: TileSpec
+) -> Array:
+    """Ranges of queries, unrolled, each against the first so many keys."""
+    parts = [
+        (jax.tree.map(lambda x, s=slab: x[:, s.query_start : s.query_stop], queries), slab.key_stop)
+        for slab in plan.slabs
+    ]
+    return jnp.concatenate(_head_groups(args, parts, keys, rotation, plan, spec), axis=1)
+
+
+def _wide(args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, plan: SlabPlan, spec: TileSpec) -> Array:
+    """One range of queries after the other, each against its own range of keys, all of one shape."""
+    (slab,) = plan.slabs
+    assert plan.repeats is not None
+    repeats, length, tokens = plan.repeats, slab.queries, args.query.shape[1]
+
+    def ranges(x: Array) -> Array:
+        x = _fit(x, 0, repeats * length)
+        return jnp.moveaxis(x.reshape(x.shape[0], repeats, length, *x.shape[2:]), 1, 0)
+
+    # One after the other along the padded keys: padding has id 0 and is never seen.
+    padded = jax.tree.map(lambda x: _fit(x, -slab.key_start, (repeats - 1) * length + slab.key_stop), keys)
+
+    def step(xs: tuple[Array, Queries]) -> Array:
+        start, query = xs
+        key = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, slab.keys, axis=1), padded)
+        return _head_groups(args, [(query, slab.keys)], key, rotation, plan, spec)[0]
+
+    starts = jnp.arange(repeats, dtype=jnp.int32) * length
+    out = jnp.moveaxis(_map(step, (starts, jax.tree.map(ranges, queries))), 0, 1)
+    return out.reshape(out.shape[0], repeats * length, *out.shape[3:])[:, :tokens]
+
+
+def _head_groups(
+    args: Arguments,
+    parts: list[tuple[Queries, int]],
+    keys: Keys,
+    rotation: Rotation,
+    plan: SlabPlan,
+    spec: TileSpec,
+) -> list[Array]:
+    """Runs every (queries, number of keys) part for one group of heads after the other: ``[z,t,n,d]`` each."""
+    mixing = args.mixing
+    groups = args.num_kv_heads // plan.kv_heads
+
+    def group_last(x: Array, axis: int) -> Array:
+        """Splits a head axis in groups and brings them to the front."""
+        x = x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    grouped = HeadMixing(
+        query=group_last(mixing.query, 1),
+        key=group_last(mixing.key, 1),
+        value=group_last(mixing.value, 1),
+        collapse=group_last(mixing.collapse, mixing.collapse.ndim - 2),
+    )
+
+    def body(mixing: HeadMixing) -> list[Array]:
+        key_heads, value = keys.heads[:, None], keys.value[:, None]
+        if spec.form.scores == "pseudo":
+            key_heads = mix_heads(key_heads, mixing.key, rotation, spec)
+        if spec.form.values == "mixed":
+            value = mix_heads(value, mixing.value, None, spec)
+        return [
+            _query_tiles(args, queries, stop, keys, key_heads, value, mixing, rotation, plan.tile, spec)
+            for queries, stop in parts
+        ]
+
+    if mixing.collapse.ndim == 2:
+        out = _map(body, grouped)  # [groups,z,t,n,d]
+        return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1]) for x in out]
+    # Every group adds to every output head: a running sum, so that no group's contribution is kept.
+    if groups == 1:
+        return [x[0] for x in _map(body, grouped)]
+    zeros = [
+        jnp.zeros((*queries.heads.shape[:2], args.num_heads, args.value.shape[3]), spec.compute_dtype)
+        for queries, _ in parts
+    ]
+    step = _checkpoint(lambda total, mixing: (jax.tree.map(jnp.add, total, body(mixing)), None), in_loop=True)
+    return jax.lax.scan(step, zeros, grouped)[0]
+
+
+def _query_tiles(
+    args: Arguments,
+    queries: Queries,
+    num_keys: int,
+    keys: Keys,
+    key_heads: Array,
+    value: Array,
+    mixing: HeadMixing,
+    rotation: Rotation,
+    tile: int,
+    spec: TileSpec,
+) -> Array:
+    """Tiles of queries against the first ``num_keys`` keys: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
+    tokens = queries.heads.shape[1]
+    tiles = -(-tokens // tile)
+    key_axis = 4 if spec.form.scores == "pseudo" else 2
+    value_axis = 4 if spec.form.values == "mixed" else 2
+    key_heads = jax.lax.slice_in_dim(key_heads, 0, num_keys, axis=key_axis)
+    value = jax.lax.slice_in_dim(value, 0, num_keys, axis=value_axis)
+    key_position, key_id = keys.position[:, None, :num_keys], keys.segment[:, None, :num_keys]
+
+    def split(x: Array) -> Array:
+        x = _fit(x, 0, tiles * tile)
+        return jnp.moveaxis(x.reshape(x.shape[0], tiles, 1, tile, *x.shape[2:]), 1, 0)
+
+    def step(query: Queries) -> Array:
+        heads = query.heads
+        if spec.form.scores == "pseudo":
+            heads = mix_heads(heads, mixing.query, rotation, spec)
+        seen = _seen(args, query.position, query.segment, key_position, key_id)
+        return tile_attention(heads, key_heads, value, mixing, seen, spec)[:, 0]
+
+    out = jnp.moveaxis(_map(step, jax.tree.map(split, queries)), 0, 1)  # [z,tiles,t,n,d]
+    return out.reshape(out.shape[0], tiles * tile, *out.shape[3:])[:, :tokens]
+
+
+# --------------------------------------------------------------------------------------------------------- loops
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+def _checkpoint(step: Callable, in_loop: bool) -> Callable:
+    """Recompute in the backward pass everything but the log-sum-exp."""
+    policy = jax.checkpoint_policies.save_only_these_names(LOG_SUM_EXP)
+    # Outside a loop body XLA would merge the recomputation with the forward pass and keep the pseudo-heads alive.
+    return jax.checkpoint(step, policy=policy, prevent_cse=not in_loop)
+
+
+def _map(step: Callable[[X], Y], xs: X) -> Y:
+    """`lax.map` of a checkpointed step, without a loop where there is one step only."""
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        out = _checkpoint(step, in_loop=False)(jax.tree.map(lambda x: x[0], xs))
+        return jax.tree.map(lambda x: x[None], out)
+    return jax.lax.map(_checkpoint(step, in_loop=True), xs)
+
+
+def _fit(x: Array, before: int, after: int) -> Array:
+    """Axis 1 padded with ``before`` zeros and cut or padded to ``after`` entries behind them."""
+    x = x[:, :after]
+    width = [(0, 0), (before, after - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, width)

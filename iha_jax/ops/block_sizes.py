@@ -1,0 +1,179 @@
+"""Tile sizes of the blockwise implementation, with the reason for each number."""
+
+import dataclasses
+import math
+
+SCORE_BYTES = 8 * 2**20
+"""Aim for the scores alive at once. Blocks of a few MiB stay in a CPU's last-level cache (at 32 MiB and more the
+same work took 1.5 to 4 times as long), and keep an accelerator's temporaries far below its base heads."""
+
+MAX_NARROW_BYTES = 4 * SCORE_BYTES
+"""Above this a single all-heads tile of a window is too large, and heads are taken in groups instead."""
+
+STRIPES = 8
+"""Causal layers without a window run in this many stripes of queries, each against its visible prefix of keys:
+(1 + 1/STRIPES)/2 of the square is computed. More stripes save little and cost compile time each."""
+
+ROW_OVERHEAD = 24
+"""A product of r rows costs about as much as r + ROW_OVERHEAD rows of a large one (measured on CPU at H = 32)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Which keys a query tile touches, in tokens relative to the tile: ``left`` before it, ``right`` after it."""
+
+    left: int
+    right: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowPlan:
+    """Window layers: many small tiles side by side, all heads at once.
+
+    Attributes:
+      tile: query tokens of a tile.
+      left: key tiles before the query's own.
+      right: key tiles after it.
+      group: query tiles side by side in one step.
+      steps: how many steps; ``tile * group * steps`` covers T.
+    """
+
+    tile: int
+    left: int
+    right: int
+    group: int
+    steps: int
+
+    @property
+    def key_tokens(self) -> int:
+        """Key tokens that a tile is multiplied with."""
+        return (self.left + 1 + self.right) * self.tile
+
+    @property
+    def padded(self) -> int:
+        """Query tokens computed, T rounded up."""
+        return self.tile * self.group * self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Slab:
+    """A range of queries against a range of keys, both in tokens."""
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+
+    @property
+    def queries(self) -> int:
+        """Query tokens."""
+        return self.query_stop - self.query_start
+
+    @property
+    def keys(self) -> int:
+        """Key tokens."""
+        return self.key_stop - self.key_start
+
+
+@dataclasses.dataclass(frozen=True)
+class SlabPlan:
+    """Layers with many keys for each query: heads in groups, query tiles one after the other.
+
+    Attributes:
+      slabs: distinct shapes, unrolled; or, for wide windows, one shape (indices relative to its position)
+        scanned ``repeats`` times.
+      repeats: None where the slabs are unrolled.
+      kv_heads: key/value heads in a group.
+      tile: query tokens of a tile.
+    """
+
+    slabs: tuple[Slab, ...]
+    repeats: int | None
+    kv_heads: int
+    tile: int
+
+
+def band_of(causal: str | None, window: int | None) -> Band | None:
+    """The band of key tokens around a query that a window can reach, or None without a window."""
+    if window is None:
+        return None
+    if causal == "virtual":
+        return Band(window, 0)  # for p < P-1 the first of the W*P keys lies in token t - W
+    if causal == "token":
+        return Band(window - 1, 0)
+    return Band(window - 1, window - 1)
+
+
+def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band) -> NarrowPlan | None:
+    """Tiles for a window, or None where one tile of all heads would be too large."""
+
+    def tiles_around(tile: int) -> tuple[int, int]:
+        return -(-band.left // tile), -(-band.right // tile)
+
+    def cost(tile: int) -> float:
+        left, right = tiles_around(tile)
+        return (left + 1 + right) * tile * (1 + ROW_OVERHEAD / (tile * pseudo))
+
+    reach = max(band.left, band.right, 1)
+    # Divisors of the reach waste no part of the band; the rest are for reaches with few divisors.
+    sizes = {-(-reach // n) for n in range(1, 17)} | {1, 2, 4, 8, 16, 32, 64, 128}
+    tile = min((size for size in sizes if size <= query_len), key=lambda size: (cost(size), size))
+    left, right = tiles_around(tile)
+    score_bytes = 4 * batch * heads * tile * pseudo * (left + 1 + right) * tile * pseudo
+    if score_bytes > MAX_NARROW_BYTES:
+        return None
+    tiles = -(-query_len // tile)
+    group = min(tiles, max(1, SCORE_BYTES // score_bytes))
+    steps = -(-tiles // group)
+    return NarrowPlan(tile=tile, left=left, right=right, group=-(-tiles // steps), steps=steps)
+
+
+def slab_plan(
+    batch: int,
+    query_len: int,
+    key_len: int,
+    heads: int,
+    kv_heads: int,
+    pseudo: int,
+    *,
+    causal_by_index: bool,
+    band: Band | None,
+    all_heads: bool,
+) -> SlabPlan:
+    """Slabs, head groups and tiles for a global layer or a wide window.
+
+    Args:
+      batch: B.
+      query_len: T.
+      key_len: S.
+      heads: N.
+      kv_heads: K.
+      pseudo: P.
+      causal_by_index: whether keys after a query's index can be skipped.
+      band: the window's reach where it can be used by index, else None.
+      all_heads: keep all heads in one group (base scores share the products of base heads).
+    """
+    repeats = None
+    if band is not None:
+        reach = band.left + band.right
+        length = min(query_len, max(1, reach // STRIPES, -(-64 // pseudo)))
+        repeats = -(-query_len // length)
+        slabs = (Slab(0, length, -band.left, length + band.right),)
+    elif causal_by_index:
+        length = max(-(-query_len // STRIPES), min(query_len, -(-64 // pseudo)))
+        starts = range(0, query_len, length)
+        slabs = tuple(Slab(i, min(i + length, query_len), 0, min(i + length, key_len)) for i in starts)
+    else:
+        slabs = (Slab(0, query_len, 0, key_len),)
+
+    keys = max(slab.keys for slab in slabs)
+    queries = max(slab.queries for slab in slabs)
+    row_bytes = 4 * batch * (heads // kv_heads) * pseudo * pseudo * keys  # one query token, one key/value head
+    group = kv_heads if all_heads else 1
+    wanted_rows = min(queries, max(1, 256 // (pseudo * (heads // kv_heads))))
+    if not all_heads:
+        while group < kv_heads and 2 * group * row_bytes * wanted_rows <= SCORE_BYTES:
+            group = next(n for n in range(group + 1, kv_heads + 1) if kv_heads % n == 0)
+    tile = min(queries, max(1, SCORE_BYTES // (group * row_bytes)))
+    tile = math.ceil(queries / math.ceil(queries / tile))
+    return SlabPlan(slabs=slabs, repeats=repeats, kv_heads=group, tile=tile)

@@ -1,0 +1,183 @@
+"""Which rearrangement and which tiles serve a problem best: a count of the work decides (`paper.md` section 7)."""
+
+import dataclasses
+import itertools
+
+from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.block_sizes import MAX_NARROW_BYTES, NarrowPlan, SlabPlan, band_of, narrow_plan, slab_plan
+from iha_jax.ops.tiles import Form
+from iha_jax.ops.types import Causal
+
+OUTPUT_COST = 16
+"""Writing and reading back one element of a product costs about as much as 16 more terms of its sum (CPU, float32:
+0.4 ns an element against 80 GFLOP/s). It keeps contractions over a few heads from looking free."""
+
+MAX_BASE_SCORE_BYTES = 2 * MAX_NARROW_BYTES
+"""Scores from base products keep all heads together; beyond this the grouped pseudo-head form is taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything static that decides how an attention is computed."""
+
+    batch: int
+    query_len: int
+    key_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    pseudo: int
+    causal: Causal
+    window: int | None
+    rotates_pseudo_heads: bool
+    across_heads: bool
+    aligned: bool
+
+    @classmethod
+    def of(cls, args: Arguments) -> "Problem":
+        """The problem that validated arguments pose."""
+        return cls(
+            batch=args.query.shape[0],
+            query_len=args.query.shape[1],
+            key_len=args.key.shape[1],
+            heads=args.num_heads,
+            kv_heads=args.num_kv_heads,
+            head_dim=args.head_dim,
+            value_dim=args.value.shape[3],
+            pseudo=args.num_pseudo_heads,
+            causal=args.causal,
+            window=args.window,
+            rotates_pseudo_heads=(
+                args.rope is not None and args.rope.positions == "virtual" and args.num_pseudo_heads > 1
+            ),
+            across_heads=args.mixing.collapse.ndim == 3,
+            aligned=args.aligned,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One contraction of the forward pass, counted over the whole problem.
+
+    Attributes:
+      name: what it computes.
+      outputs: elements of its result.
+      terms: length of its sums.
+      recomputed: whether the backward pass needs its result again.
+      matmul: False for the per-head collapse, a weighted sum fused into the softmax.
+    """
+
+    name: str
+    outputs: int
+    terms: int
+    recomputed: bool = True
+    matmul: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.outputs * self.terms
+
+
+def choose(problem: Problem) -> tuple[NarrowPlan | SlabPlan, Form]:
+    """The cheapest plan and form by `cost`."""
+    candidates = []
+    for scores, values in itertools.product(("pseudo", "base"), ("mixed", "base")):
+        form = Form(scores, values)
+        plan = plan_for(problem, form)
+        if plan is not None:
+            candidates.append((sum(cost(p) for p in products(problem, plan, form)), len(candidates), plan, form))
+    _, _, plan, form = min(candidates, key=lambda c: c[:2])
+    return plan, form
+
+
+def cost(product: Product) -> int:
+    """Work of a product in multiply-adds, the traffic of its result included."""
+    return product.outputs * (product.terms + OUTPUT_COST)
+
+
+def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
+    """The tiles a form would use, or None where the form does not apply."""
+    if form.scores == "base" and problem.rotates_pseudo_heads:
+        return None
+    band = band_of(problem.causal, problem.window) if problem.aligned else None
+    if band is not None and band.left + band.right >= problem.key_len:
+        band = None  # the window reaches everything: causality alone limits the work
+    if band is not None:
+        plan = narrow_plan(problem.batch, problem.query_len, problem.heads, problem.pseudo, band)
+        if plan is not None:
+            return plan
+    base_scores = form.scores == "base"
+    plan = slab_plan(
+        problem.batch,
+        problem.query_len,
+        problem.key_len,
+        problem.heads,
+        problem.kv_heads,
+        problem.pseudo,
+        causal_by_index=problem.aligned and problem.causal is not None,
+        band=band,
+        all_heads=base_scores,
+    )
+    if base_scores:
+        keys = max(slab.keys for slab in plan.slabs)
+        block = 4 * problem.batch * problem.heads * problem.pseudo**2 * plan.tile * keys
+        if block > MAX_BASE_SCORE_BYTES:
+            return None
+    return plan
+
+
+def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[Product]:
+    """Every contraction that the forward pass executes, padding and masked pairs included."""
+    b, n, k, p = problem.batch, problem.heads, problem.kv_heads, problem.pseudo
+    h, d = problem.head_dim, problem.value_dim
+    if isinstance(plan, NarrowPlan):
+        queries = b * plan.padded
+        mixed_keys = b * plan.steps * (plan.group + plan.left + plan.right) * plan.tile
+        pairs = queries * plan.key_tokens
+        groups = 1
+    else:
+        groups = k // plan.kv_heads
+        repeats = plan.repeats or 1
+        padded = [-(-slab.queries // plan.tile) * plan.tile for slab in plan.slabs]
+        queries = b * repeats * sum(padded)
+        mixed_keys = b * repeats * max(slab.keys for slab in plan.slabs)
+        pairs = b * repeats * sum(q * slab.keys for q, slab in zip(padded, plan.slabs, strict=True))
+
+    result = []
+    if form.scores == "pseudo":
+        result += [
+            Product("mix queries", queries * n * p * h, n),
+            Product("mix keys", mixed_keys * k * p * h, k),
+            Product("scores", pairs * n * p * p, h),
+        ]
+    else:
+        result += [
+            Product("base scores", pairs * n * k, h),
+            Product("mix scores by query", pairs * n * p * k, n),
+            Product("mix scores by key", pairs * n * p * p, k),
+        ]
+    if form.values == "mixed":
+        result.append(Product("mix values", mixed_keys * k * p * d, k))
+    if not problem.across_heads:
+        result.append(Product("collapse", pairs * n * p, p, matmul=False))
+        if form.values == "mixed":
+            result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
+        else:
+            result += [
+                Product("mix weights", pairs * n * k, p),
+                Product("values", queries * n * d, pairs // queries * k, recomputed=False),
+            ]
+    elif form.values == "mixed":
+        result += [
+            Product("pseudo outputs", queries * n * p * d, pairs // queries * p),
+            Product("collapse", queries * n * d * groups, n // groups * p, recomputed=False),
+        ]
+    else:
+        result += [
+            Product("collapse", pairs * n * k * p, n // k * p * p // p),
+            Product("mix weights", pairs * n * k * groups, k // groups * p),
+            Product("values", queries * n * d * groups, pairs // queries * k, recomputed=False),
+        ]
+    return result

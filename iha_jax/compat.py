@@ -1,6 +1,7 @@
 """The few differences between the oldest and newest jax and flax we support. A leaf module."""
 
 import jax
+import jax.core
 from jax.sharding import AxisType
 
 # `jax.reshard` appeared after 0.7; the older name is still there in 0.7.2.
@@ -22,3 +23,8 @@ def make_mesh(
     """
     kind = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
+
+
+def is_concrete(x: jax.Array) -> bool:
+    """Whether an array has a value now, rather than standing for one in a trace."""
+    return not isinstance(x, jax.core.Tracer)

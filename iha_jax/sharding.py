@@ -121,14 +121,18 @@ def constrain(x: Array, axes: LogicalAxes) -> Array:
 def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, preferred_element_type=None) -> Array:
     """`jnp.einsum` whose result is laid out by logical axes (an explicit mesh needs that said at the contraction)."""
     spec, explicit = current_spec(axes)
-    options = {} if spec is None or not explicit else {"out_sharding": spec}
-    out = jnp.einsum(equation, *operands, precision=precision, preferred_element_type=preferred_element_type, **options)
+    out = jnp.einsum(
+        equation,
+        *operands,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=spec if explicit else None,
+    )
     return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)
 
 
 def take(table: Array, index: Array, axes: LogicalAxes) -> Array:
     """``table[index]`` laid out by logical axes; an index out of range gives NaN, so that it can't pass unseen."""
     spec, explicit = current_spec(axes)
-    options = {} if spec is None or not explicit else {"out_sharding": spec}
-    out = table.at[index].get(mode="fill", fill_value=jnp.nan, **options)
+    out = table.at[index].get(mode="fill", fill_value=jnp.nan, out_sharding=spec if explicit else None)
     return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)

@@ -5,7 +5,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from iha_jax.nn.init import MixingScheme, initial_mixing
 from iha_jax.nn.parameters import (
@@ -128,7 +128,8 @@ class InterleavedHeadAttention(AttentionProjections):
         )
         num_pseudo_heads = num_heads if num_pseudo_heads is None else num_pseudo_heads
         require_positive("InterleavedHeadAttention", num_pseudo_heads=num_pseudo_heads)
-        self.num_pseudo_heads, self.implementation = num_pseudo_heads, implementation
+        self.num_pseudo_heads = num_pseudo_heads
+        self.implementation: Implementation = implementation
 
         initial = initial_mixing(
             "live" if callable(mixing_init) else mixing_init,
@@ -171,8 +172,11 @@ class InterleavedHeadAttention(AttentionProjections):
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K H"],
         *,
+        query_positions: Int[Array, "B T"] | None,
+        key_positions: Int[Array, "B S"] | None,
+        query_segment_ids: Int[Array, "B T"] | None,
+        key_segment_ids: Int[Array, "B S"] | None,
         cached: bool = False,
-        **positions_and_segment_ids: Array | None,
     ) -> Float[Array, "B T N H"]:
         # The cache keeps base keys before rotation: the operation rotates what it is given, by the positions that
         # lie beside the keys, and mixing has to be redone for cached tokens anyway.
@@ -185,8 +189,11 @@ class InterleavedHeadAttention(AttentionProjections):
             causal=self.causal,  # pyright: ignore[reportArgumentType]
             window=self.window,
             rope=self.rope,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids,
             logits_soft_cap=self.logits_soft_cap,
             precision=self.precision,
             implementation=self.implementation,
-            **positions_and_segment_ids,
         )

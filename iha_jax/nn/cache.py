@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from iha_jax import compat
 from iha_jax.nn.parameters import require_positive
 
 
@@ -157,7 +158,7 @@ class AttentionCache:
 
 def check_room(before: Int[Array, "B"], after: Int[Array, "B"], max_length: int) -> None:
     """Raises ValueError if a row would pass the end of its cache, as far as that can be known: not while tracing."""
-    if isinstance(after, jax.core.Tracer) or isinstance(before, jax.core.Tracer):
+    if not (compat.is_concrete(before) and compat.is_concrete(after)):
         return
     overflow = after > max_length
     if bool(overflow.any()):

@@ -22,7 +22,7 @@ class Embedding(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         embedding_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | Array,
     ):
         """Makes ``table`` [V, D] and, unless tied, ``head_kernel`` [D, V].
 

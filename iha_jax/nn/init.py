@@ -163,7 +163,7 @@ def collapse_gain(
         if window is not None:
             partial.append(index[None, :] > index[:, None])
     views = [(full, everything), *((1, view.astype(float)) for view in partial)]
-    seen = sum(count * view.sum(axis=1) for count, view in views)  # keys seen by each pseudo-query
+    seen = np.sum([count * view.sum(axis=1) for count, view in views], axis=0)  # keys seen by each pseudo-query
     total = 0.0
     for a in range(p):
         # (a - r) - (p' - r') over [p', r, r'].

@@ -52,7 +52,7 @@ class MLP(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         out_kernel_init: Initializer | None = None,
         bias_init: Initializer = default_bias_init,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | Array,
     ):
         """Makes ``up_kernel`` [D, F], ``gate_kernel`` [D, F] where gated, ``down_kernel`` [F, D] and biases.
 

@@ -24,10 +24,12 @@ class HeadMixing:
         across heads) indexed (output head, source head, pseudo-head).
     """
 
-    query: Float[Array, "N N P"]
-    key: Float[Array, "K K P"]
-    value: Float[Array, "K K P"]
-    collapse: Float[Array, "N P"] | Float[Array, "N N P"]
+    # Annotated more widely than the operation accepts: as a pytree it also carries a stack of layers, or the part
+    # of the heads (out of M source heads) that a block or a shard works on.
+    query: Float[Array, "*stack M N P"]
+    key: Float[Array, "*stack L K P"]
+    value: Float[Array, "*stack L K P"]
+    collapse: Float[Array, "*stack N P"] | Float[Array, "*stack O N P"]
 
     @property
     def num_heads(self) -> int:
@@ -69,7 +71,11 @@ class HeadMixing:
           ValueError: for sizes below 1, K that does not divide N, or unknown names.
         """
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in (("num_heads", num_heads), ("num_pseudo_heads", num_pseudo_heads), ("num_kv_heads", kv_heads)):
+        for name, size in (
+            ("num_heads", num_heads),
+            ("num_pseudo_heads", num_pseudo_heads),
+            ("num_kv_heads", kv_heads),
+        ):
             if size < 1:
                 raise ValueError(f"HeadMixing.copy needs {name} >= 1, got {name}={size}.")
         if num_heads % kv_heads:

@@ -47,7 +47,7 @@ for arrays, options in right:
         out = call(*arrays, **options, implementation=implementation)
         assert (out.shape, out.dtype) == ((B, T, N, Hv), arrays[0].dtype), out
 gradient = jax.grad(lambda m: interleaved_head_attention(query, key, value, m, window=2, rope=Rope()).sum())
-chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(gradient, across), across)
+chex.assert_trees_all_equal_shapes_and_dtypes(jax.jit(gradient)(across), across)
 
 wrong = {
     "heads of value": lambda: call(query, key, jnp.ones((B, T, N, Hv)), per_head),

@@ -1,5 +1,9 @@
 """Wrong calls of the operation: what was given, what was expected."""
 
+import functools
+
+import chex
+import jax
 import numpy as np
 import pytest
 
@@ -93,8 +97,12 @@ def test_wrong_arguments_are_named(name):
 
 @pytest.mark.parametrize("implementation", [None, "reference", "blockwise"])
 def test_the_right_call_is_right(implementation):
-    out = interleaved_head_attention(**GOOD, implementation=implementation)
-    assert out.shape == (B, T, N, H)
+    operation = functools.partial(interleaved_head_attention, implementation=implementation)
+    out = operation(**GOOD)
+    chex.assert_shape(out, (B, T, N, H))
+    # Every key and value is 1, mixing tensors too: values are K, outputs K * P.
+    chex.assert_trees_all_close(out, np.full(out.shape, K * P, np.float32), rtol=1e-6)
+    chex.assert_trees_all_close(jax.jit(operation)(**GOOD), out, rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])

@@ -51,6 +51,7 @@ class DataConfig:
       held_out_fraction: share of the documents, chosen by a hash of their text, that is never trained on.
       shuffle: visit documents (or packed rows) in a new order each epoch; off, in their stored order.
       seed: of the shuffle.
+      streams: documents of a source read side by side, each giving every streams-th row.
       prefetch: batches made ahead in a thread of their own.
     """
 
@@ -61,6 +62,7 @@ class DataConfig:
     held_out_fraction: float = 0.02
     shuffle: bool = True
     seed: int = 0
+    streams: int = 32
     prefetch: int = 4
 
     def __post_init__(self):
@@ -71,5 +73,7 @@ class DataConfig:
             raise ValueError(f"data.sequence_length must be at least 2, got {self.sequence_length}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"data.held_out_fraction must be in [0, 1), got {self.held_out_fraction}")
+        if self.streams < 1:
+            raise ValueError(f"data.streams must be at least 1, got {self.streams}")
         if self.prefetch < 0:
             raise ValueError(f"data.prefetch must be at least 0, got {self.prefetch}")

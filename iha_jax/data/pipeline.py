@@ -160,9 +160,17 @@ class DataPipeline:
         data = data[self.process.index :: self.process.count]
         if source.kind == "packed":
             return data.to_iter_dataset()
-        # One reader: the order of skips and log lines is then the order of documents.
-        pairs = data.map(split).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
-        return packed_rows(pairs, config.sequence_length, config.packing)
+        data = data.map(split)
+        # Several streams of documents, packed apart and dealt out in turn: otherwise a long document would fill
+        # whole batches, and the rows of a batch would all be alike.
+        streams = 1 if held_out else config.streams
+        # One reader each: cheap to open, and the order of skips is the order of documents.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        rows = [
+            packed_rows(data[i::streams].to_iter_dataset(options), config.sequence_length, config.packing)
+            for i in range(streams)
+        ]
+        return _mix(rows, [1.0] * streams)
 
     def _packed(self, source: SourceConfig, held_out: bool) -> grain.MapDataset:
         manifest = self._manifests[source]

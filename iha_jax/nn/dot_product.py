@@ -91,15 +91,70 @@ def dot_product_attention(
     queries = (query, query_positions, query_ids)
     keys = (key, value, key_positions, key_ids)
     dense = functools.partial(_dense, causal=causal, window=window, cap=logits_soft_cap, precision=precision)
-    if window is not None and aligned and query_len == key_len:
-        block = max(_MIN_BLOCK, window // 2)
-        behind = -(-(window - 1) // block) * block
-        ahead = 0 if causal else behind
-        if behind + block + ahead < query_len:
-            return _banded(queries, keys, block, behind, ahead, dense)
+    band = _band(query_len, causal, window) if aligned and query_len == key_len else None
+    if band is not None:
+        return _banded(queries, keys, *band, dense)
     if logits <= _MAX_LOGITS:
         return dense(queries, keys)
     return _in_pieces(queries, keys, causal and aligned and query_len == key_len, dense)
+
+
+def computed_pairs(batch: int, heads: int, tokens: int, causal: bool, window: int | None) -> tuple[int, bool]:
+    """What self-attention without positions or segments of its own really computes.
+
+    Args:
+      batch: B.
+      heads: N.
+      tokens: T.
+      causal: as in `dot_product_attention`.
+      window: likewise.
+
+    Returns:
+      Pairs of a query and a key for which logits are computed, per head and sequence, masked ones and padding
+      included; and whether the backward pass computes the logits again.
+    """
+    band = _band(tokens, causal, window)
+    if band is not None:
+        block, behind, ahead = band
+        slab_blocks, slabs = _slabs(batch, heads, tokens, *band)
+        return slabs * slab_blocks * block * (behind + block + ahead), slabs > 1
+    if batch * heads * tokens * tokens <= _MAX_LOGITS:
+        return tokens * tokens, False
+    pieces = _pieces(batch, heads, tokens, tokens, causal)
+    return sum(len(firsts) * rows * seen for _, seen, rows, firsts in pieces), True
+
+
+def _band(tokens: int, causal: bool, window: int | None) -> tuple[int, int, int] | None:
+    """Block, keys behind and keys ahead of it for a window worth cutting out, else None."""
+    if window is None:
+        return None
+    block = max(_MIN_BLOCK, window // 2)
+    behind = -(-(window - 1) // block) * block
+    ahead = 0 if causal else behind
+    return (block, behind, ahead) if behind + block + ahead < tokens else None
+
+
+def _slabs(batch: int, heads: int, tokens: int, block: int, behind: int, ahead: int) -> tuple[int, int]:
+    """Blocks of one slab (what one piece of work covers), and slabs."""
+    blocks = -(-tokens // block)
+    per_block = batch * heads * block * (behind + block + ahead)
+    slab_blocks = min(blocks, max(1, _MAX_LOGITS // per_block))
+    return slab_blocks, -(-blocks // slab_blocks)
+
+
+def _pieces(batch: int, heads: int, tokens: int, key_len: int, causal: bool) -> list[tuple[int, int, int, list[int]]]:
+    """Parts of the queries as (start, keys seen, rows of a piece, first row of every piece)."""
+    part = -(-tokens // (_CAUSAL_PARTS if causal else 1))
+    result = []
+    for start in range(0, tokens, part):
+        stop = min(start + part, tokens)
+        seen = stop if causal else key_len
+        rows = max(1, min(stop - start, _MAX_LOGITS // (batch * heads * seen)))
+        count = math.ceil((stop - start) / rows)
+        rows = math.ceil((stop - start) / count)
+        # The last piece starts where it still fits; rows it shares with the one before are equal, and cut off.
+        result.append((start, seen, rows, [min(start + i * rows, stop - rows) for i in range(count)]))
+    return result
 
 
 def _blank(x: Array, ids: Array) -> Array:
@@ -146,11 +201,7 @@ def _banded(queries, keys, block: int, behind: int, ahead: int, dense) -> Array:
     """Windowed self-attention: a block of queries reads its own block and what the window reaches around it."""
     batch, tokens, heads, _ = queries[0].shape
     band = behind + block + ahead
-    # A slab is what one piece of work covers; a whole number of blocks.
-    per_block = batch * heads * block * band
-    blocks = -(-tokens // block)
-    slab_blocks = min(blocks, max(1, _MAX_LOGITS // per_block))
-    slabs = -(-blocks // slab_blocks)
+    slab_blocks, slabs = _slabs(batch, heads, tokens, block, behind, ahead)
     slab = slab_blocks * block
     padding = slabs * slab - tokens
 
@@ -208,23 +259,14 @@ def _in_pieces(queries, keys, causal_by_index: bool, dense) -> Array:
     query = queries[0]
     batch, tokens, heads, _ = query.shape
     key_len = keys[0].shape[1]
-    parts = _CAUSAL_PARTS if causal_by_index else 1
-    part = -(-tokens // parts)
     outputs = []
-    for start in range(0, tokens, part):
-        stop = min(start + part, tokens)
-        seen = stop if causal_by_index else key_len
+    for start, seen, rows, firsts in _pieces(batch, heads, tokens, key_len, causal_by_index):
         part_keys = tuple(x if x is None else x[:, :seen] for x in keys)
-        rows = max(1, min(stop - start, _MAX_LOGITS // (batch * heads * seen)))
-        pieces = math.ceil((stop - start) / rows)
-        rows = math.ceil((stop - start) / pieces)
 
         def attend(first: Array, rows: int = rows, part_keys: tuple = part_keys) -> Array:
             piece = tuple(x if x is None else jax.lax.dynamic_slice_in_dim(x, first, rows, axis=1) for x in queries)
             return dense(piece, part_keys)
 
-        # The last piece starts where it still fits; rows it shares with the one before are equal, and cut off.
-        firsts = [min(start + i * rows, stop - rows) for i in range(pieces)]
         out = jax.lax.map(jax.checkpoint(attend), jnp.asarray(firsts, jnp.int32))
         for i, first in enumerate(firsts):
             outputs.append(out[i][:, start + i * rows - first :])

@@ -44,9 +44,11 @@ class Embedding(nnx.Module):
         init = nnx.initializers.normal(features**-0.5) if embedding_init is None else embedding_init
         table = init(keys["table"], (vocab_size, features), param_dtype)
         self.table = parameter(table, ("vocab", "embed"))
-        self.head_kernel = None
+        # One assignment: an attribute that is first None is static to flax and takes no parameter later.
+        head = None
         if not tied:
-            self.head_kernel = kernel(keys["head"], init, (features,), (vocab_size,), ("embed", "vocab"), param_dtype)
+            head = kernel(keys["head"], init, (features,), (vocab_size,), ("embed", "vocab"), param_dtype)
+        self.head_kernel = head
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeds tokens; one outside ``0 … V-1`` gives NaN rather than a neighbour's row."""

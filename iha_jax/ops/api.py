@@ -84,12 +84,10 @@ def interleaved_head_attention(
     )
     if implementation == "pallas":
         raise NotImplementedError(
-            'implementation="pallas": this version has no fused kernel; use "blockwise", or None for the best available.'
+            'implementation="pallas": this version has no fused kernel; use "blockwise", or None for the best.'
         )
     if implementation is None:
         implementation = "blockwise"
     if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f'implementation must be "reference", "blockwise", "pallas" or None, got {implementation!r}.'
-        )
+        raise ValueError(f'implementation must be "reference", "blockwise", "pallas" or None, got {implementation!r}.')
     return _IMPLEMENTATIONS[implementation](args)

@@ -65,14 +65,12 @@ class Product:
       outputs: elements of its result.
       terms: length of its sums.
       recomputed: whether the backward pass needs its result again.
-      matmul: False for the per-head collapse, a weighted sum fused into the softmax.
     """
 
     name: str
     outputs: int
     terms: int
     recomputed: bool = True
-    matmul: bool = True
 
     @property
     def flops(self) -> int:
@@ -161,7 +159,7 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     if form.values == "mixed":
         result.append(Product("mix values", mixed_keys * k * p * d, k))
     if not problem.across_heads:
-        result.append(Product("collapse", pairs * n * p, p, matmul=False))
+        # The collapse itself is a weighted sum fused into the softmax, no product.
         if form.values == "mixed":
             result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
         else:
@@ -176,7 +174,7 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
         ]
     else:
         result += [
-            Product("collapse", pairs * n * k * p, n // k * p * p // p),
+            Product("collapse", pairs * n * k * p, n // k * p),
             Product("mix weights", pairs * n * k * groups, k // groups * p),
             Product("values", queries * n * d * groups, pairs // queries * k, recomputed=False),
         ]

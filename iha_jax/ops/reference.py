@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from iha_jax.ops import masks, mixing as mixing_ops
+from iha_jax.ops import masks
+from iha_jax.ops import mixing as mixing_ops
 from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.rope import apply_rope, rope_tables
 

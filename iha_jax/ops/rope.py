@@ -186,7 +186,7 @@ def apply_rope(x: Float[Array, "... H"], cos: Float[Array, "... half"], sin: Flo
 def _fractional_turns(index: Array, freqs: np.ndarray) -> Array:
     """``index * freq`` modulo one turn as signed 32-bit fixed point (2**32 is one turn): int32 [..., H/2]."""
     # The float64 frequency is good to 2**-53 of a turn, so 64 fractional bits hold all of it.
-    fixed = [int(round(math.ldexp(f / (2 * math.pi), 64))) % 2**64 for f in freqs.tolist()]
+    fixed = [round(math.ldexp(f / (2 * math.pi), 64)) % 2**64 for f in freqs.tolist()]
     high = jnp.asarray(np.array([f >> 32 for f in fixed], np.uint32))
     low = jnp.asarray(np.array([f & 0xFFFFFFFF for f in fixed], np.uint32))
     index = index[..., None].astype(jnp.int32)

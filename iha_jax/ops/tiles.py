@@ -62,12 +62,21 @@ def mix_heads(x: Array, weights: Array, rotation: tuple[Array, Array] | None, sp
         with rotations, `paper.md` section 7), or None.
       spec: static description.
     """
-    mixed = spec.dot("zgtmh,mnp->zgnpth", x.astype(spec.compute_dtype), weights.astype(spec.compute_dtype))
+    mixed = spec.dot("zgtmh,zgmnp->zgnpth", x.astype(spec.compute_dtype), _per_tile(weights, x, spec))
     if rotation is None:
         return mixed.astype(x.dtype)
     cos, sin = (table[None, None, None, :, None, :] for table in rotation)
     first, second = jnp.split(mixed.astype(x.dtype).astype(spec.compute_dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _per_tile(weights: Array, x: Array, spec: TileSpec) -> Array:
+    """Mixing weights repeated for every tile, ``[z,g,m,n,p]``, so that mixing is a batched product.
+
+    Its result then needs no transposition (on CPU two to four times faster), and checkpoint policies that save
+    products without batch dimensions do not save pseudo-heads.
+    """
+    return jnp.broadcast_to(weights.astype(spec.compute_dtype)[None, None], (*x.shape[:2], *weights.shape))
 
 
 def tile_attention(
@@ -125,10 +134,10 @@ def _scores_from_pseudo(query: Array, key: Array, spec: TileSpec) -> Array:
 def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
     """``Σ mix_q[m,n,p] mix_k[l,k,r] (q[t,m]·k[s,l])``, contracted over the query's source heads first."""
     base = spec.dot("zgtmh,zgslh->zgmlts", query, key)
-    half = spec.dot("mnp,zgmlts->zgnplts", mixing.query.astype(spec.compute_dtype), base)
-    z, g, n, p, l, t, s = half.shape
+    half = spec.dot("zgmnp,zgmlts->zgnplts", _per_tile(mixing.query, base, spec), base)
+    z, g, n, p, sources, t, s = half.shape
     kv_heads = mixing.num_kv_heads
-    half = half.reshape(z, g, kv_heads, (n // kv_heads) * p, l, t, s)
+    half = half.reshape(z, g, kv_heads, (n // kv_heads) * p, sources, t, s)
     logits = spec.dot("lkr,zgkqlts->zgkqrts", mixing.key.astype(spec.compute_dtype), half)
     return logits.reshape(z, g, n, p, mixing.num_pseudo_heads, t, s)
 

@@ -1,0 +1,254 @@
+"""The account of a model: parameters, model FLOPs and executed FLOPs of every kind of layer.
+
+*Model FLOPs* count what the mathematics asks for: visible pairs of pseudo-query and pseudo-key, the three mixings,
+the collapse and the projections, as Algorithm 1 has them. They compare models, and give MFU.
+*Executed FLOPs* count what the chosen implementation's tiles compute: masked pairs and padding included, the cheap
+forms of `paper.md` section 7 accounted for, and everything that the backward pass recomputes.
+A multiplication and an addition are two. Norms, activations, softmax (and a per-head collapse fused into it) and
+rotations are not counted, as is usual: executed FLOPs are those of matrix products.
+"""
+
+import dataclasses
+
+from iha_jax.models.config import AttentionKind, ModelConfig
+from iha_jax.nn.dot_product import computed_pairs
+from iha_jax.nn.mlp import GATED
+from iha_jax.ops import forms
+from iha_jax.ops.types import Causal
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """Forward FLOPs of one layer for one sequence, by part.
+
+    Attributes:
+      projections: query, key, value and output.
+      mixing: the three mixings; 0 for plain attention.
+      scores: visible pairs times head dimension.
+      values: likewise with values.
+      collapse: of pseudo-outputs.
+      mlp: the feed-forward network.
+    """
+
+    projections: int
+    mixing: int
+    scores: int
+    values: int
+    collapse: int
+    mlp: int
+
+    @property
+    def attention(self) -> int:
+        """Everything between the projections."""
+        return self.mixing + self.scores + self.values + self.collapse
+
+    @property
+    def total(self) -> int:
+        """The whole layer."""
+        return self.projections + self.attention + self.mlp
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerAccount:
+    """All layers of one kind.
+
+    Attributes:
+      kind: of attention.
+      layers: how many there are.
+      parameters: of one layer.
+      model: forward FLOPs of one layer for one sequence.
+      executed_forward: FLOPs that one layer's forward pass computes, per sequence.
+      executed_training: the same for forward and backward pass together.
+    """
+
+    kind: AttentionKind
+    layers: int
+    parameters: int
+    model: ModelFlops
+    executed_forward: float
+    executed_training: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """A model's parameters and FLOPs at one batch size and sequence length.
+
+    Attributes:
+      tokens: T, tokens of a sequence.
+      layers: one entry per kind of attention in use.
+      embedding_parameters: tables of embedding and logits.
+      norm_parameters: of the final norm.
+      logits: forward FLOPs of the logits of one sequence.
+    """
+
+    tokens: int
+    layers: tuple[LayerAccount, ...]
+    embedding_parameters: int
+    norm_parameters: int
+    logits: int
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        per_layer = sum(entry.layers * entry.parameters for entry in self.layers)
+        return per_layer + self.embedding_parameters + self.norm_parameters
+
+    @property
+    def model_forward_per_token(self) -> float:
+        """Model FLOPs of a forward pass."""
+        return (sum(entry.layers * entry.model.total for entry in self.layers) + self.logits) / self.tokens
+
+    @property
+    def model_training_per_token(self) -> float:
+        """Model FLOPs of a training step: the backward pass counts twice the forward pass."""
+        return 3 * self.model_forward_per_token
+
+    @property
+    def attention_forward_per_token(self) -> float:
+        """Model FLOPs between the projections: mixing, scores, values and collapse of all layers."""
+        return sum(entry.layers * entry.model.attention for entry in self.layers) / self.tokens
+
+    @property
+    def executed_forward_per_token(self) -> float:
+        """Executed FLOPs of a forward pass."""
+        return (sum(entry.layers * entry.executed_forward for entry in self.layers) + self.logits) / self.tokens
+
+    @property
+    def executed_training_per_token(self) -> float:
+        """Executed FLOPs of a training step, recomputation included."""
+        return (sum(entry.layers * entry.executed_training for entry in self.layers) + 3 * self.logits) / self.tokens
+
+
+def account(config: ModelConfig, batch: int = 1, tokens: int | None = None) -> Account:
+    """Accounts for a model.
+
+    Args:
+      config: the model's.
+      batch: sequences in a step; tiles, and hence executed FLOPs, may depend on it.
+      tokens: T, default the configured context length.
+    """
+    config = config.resolve()
+    tokens = config.max_length if tokens is None else tokens
+    kinds = dict.fromkeys(config.layer_kinds)
+    vocab = config.vocab_size * config.model_dim
+    return Account(
+        tokens=tokens,
+        layers=tuple(_layer(config, kind, batch, tokens) for kind in kinds),
+        embedding_parameters=vocab if config.tied_embeddings else 2 * vocab,
+        norm_parameters=_norm_parameters(config),
+        logits=2 * tokens * vocab,
+    )
+
+
+def visible_pairs(tokens: int, causal: Causal, window: int | None, pseudo: int = 1) -> int:
+    """Pairs of pseudo-query and pseudo-key that see each other, per head, in one sequence (`design.md`).
+
+    Args:
+      tokens: T.
+      causal: ``"virtual"``, ``"token"`` or None.
+      window: W in tokens, or None.
+      pseudo: P; 1 for plain attention.
+    """
+    if causal == "virtual":
+        tokens, window, pseudo = tokens * pseudo, None if window is None else window * pseudo, 1
+    reach = tokens if window is None else min(window, tokens)
+    # Position i sees min(i + 1, reach) positions up to its own.
+    back = reach * (reach + 1) // 2 + (tokens - reach) * reach
+    return pseudo**2 * (back if causal is not None else 2 * back - tokens)
+
+
+def model_flops(config: ModelConfig, kind: AttentionKind, tokens: int) -> ModelFlops:
+    """Forward FLOPs of one layer for one sequence, as Algorithm 1 (or plain attention) is written."""
+    n, k, h, p = config.num_heads, config.kv_heads, config.dim_per_head, config.pseudo_heads
+    iha = kind == "iha"
+    pairs = visible_pairs(tokens, config.iha.causal if iha else "token", config.window(kind), p if iha else 1)
+    collapse = n if config.iha.collapse == "per_head" else n * n
+    return ModelFlops(
+        projections=2 * tokens * config.model_dim * h * (2 * n + 2 * k),
+        mixing=2 * tokens * p * h * (n * n + 2 * k * k) if iha else 0,
+        scores=2 * pairs * n * h,
+        values=2 * pairs * n * h,
+        collapse=2 * tokens * collapse * p * h if iha else 0,
+        mlp=2 * tokens * config.model_dim * config.hidden_dim * _mlp_matrices(config),
+    )
+
+
+def _layer(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> LayerAccount:
+    model = model_flops(config, kind, tokens)
+    core, core_last, core_recomputed = _executed_core(config, kind, batch, tokens)
+    dense = model.projections + model.mlp
+    forward = dense + core + core_last
+    training = 3 * forward + core_recomputed
+    if config.remat != "none":
+        # The block is run once more, but what only its output needs is not: the last matrix of the MLP.
+        last_matrix = model.mlp // _mlp_matrices(config)
+        training += core + core_last + (dense - last_matrix if config.remat == "full" else 0)
+    return LayerAccount(
+        kind=kind,
+        layers=config.layer_kinds.count(kind),
+        parameters=_layer_parameters(config, kind),
+        model=model,
+        executed_forward=forward,
+        executed_training=training,
+    )
+
+
+def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> tuple[float, float, float]:
+    """FLOPs per sequence of the attention between the projections.
+
+    Returns:
+      Those of the forward pass but for products that no gradient needs; those products; and what the attention's
+      own backward pass recomputes.
+    """
+    n, h = config.num_heads, config.dim_per_head
+    if kind != "iha":
+        pairs, recomputed = computed_pairs(batch, n, tokens, True, config.window(kind))
+        product = 2 * pairs * n * h
+        return product, product, product if recomputed else 0
+    if config.iha.implementation == "reference":
+        p = config.pseudo_heads
+        exact = model_flops(config, kind, tokens)
+        product = 2 * (tokens * p) ** 2 * n * h
+        return exact.mixing + 2 * product, exact.collapse, 0
+    problem = forms.Problem(
+        batch=batch,
+        query_len=tokens,
+        key_len=tokens,
+        heads=n,
+        kv_heads=config.kv_heads,
+        head_dim=h,
+        value_dim=h,
+        pseudo=config.pseudo_heads,
+        causal=config.iha.causal,
+        window=config.iha_window,
+        rotates_pseudo_heads=(
+            config.rope is not None and config.iha.rope_positions == "virtual" and config.pseudo_heads > 1
+        ),
+        across_heads=config.iha.collapse == "across_heads",
+        aligned=True,
+    )
+    products = forms.products(problem, *forms.choose(problem))
+    needed = sum(product.flops for product in products if product.recomputed) / batch
+    return needed, sum(product.flops for product in products if not product.recomputed) / batch, needed
+
+
+def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:
+    d, n, k, h = config.model_dim, config.num_heads, config.kv_heads, config.dim_per_head
+    f, ups = config.hidden_dim, _mlp_matrices(config) - 1
+    count = d * h * (2 * n + 2 * k) + d * f * (ups + 1) + 2 * _norm_parameters(config)
+    if config.use_bias:
+        count += h * (n + 2 * k) + d + f * ups + d
+    if config.normalize_qk:
+        count += 2 * h
+    if kind == "iha":
+        collapse = n if config.iha.collapse == "per_head" else n * n
+        count += config.pseudo_heads * (n * n + 2 * k * k + collapse)
+    return count
+
+
+def _norm_parameters(config: ModelConfig) -> int:
+    return config.model_dim * (1 if config.norm == "rms" else 2)
+
+
+def _mlp_matrices(config: ModelConfig) -> int:
+    return 3 if config.mlp in GATED else 2

@@ -12,6 +12,7 @@ from iha_jax.training.signals import StopRequested, StopSignals
 def main() -> None:
     """Runs what the command line asks for; stopped by a signal, it saves, and the same command resumes."""
     config = parse(sys.argv[1:])
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] (a log file is followed)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with StopSignals() as stop, RunLock(config.run_directory):

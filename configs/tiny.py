@@ -16,7 +16,7 @@ CONFIG = TrainConfig(
         max_length=512,
         num_layers=5,
         model_dim=256,
-        num_heads=8,
+        num_heads=4,
         pattern=("iha", "iha", "iha", "iha", "mha"),
         iha=IHAConfig(num_pseudo_heads=4, window="auto"),
     ),

@@ -81,5 +81,6 @@ def override(config: TrainConfig, arguments: Sequence[str], name: str) -> TrainC
         default=config,
         args=list(arguments),
         prog=f"train.py {name}",
+        config=(tyro.conf.AvoidSubcommands,),
         description=f"Train as {name} says, with any value below overridden. --print-config prints it as JSON.",
     )

@@ -17,6 +17,8 @@ from iha_jax.training.checkpoint import Checkpoints
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.display import Display, status_line
 from iha_jax.training.evaluate import evaluate
+from iha_jax.training.flops import account
+from iha_jax.training.hardware import peak_flops
 from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoard, read_json_lines
 from iha_jax.training.mixing_statistics import mixing_statistics
 from iha_jax.training.optimizer import make_optimizer
@@ -60,6 +62,7 @@ class Trainer:
         self._optimizer = make_optimizer(config, self._functions.params, self._functions.axes)
         self.state: TrainState = initial_state(self._functions, self._optimizer, config.seed)
         self.num_parameters = sum(math.prod(p.shape) for p in self.state.params.values())
+        self.account = account(config.model, config.micro_batch_size, config.data.sequence_length)
         self._bytes_per_target = self._pipeline.bytes_per_target()
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint)
         self._iterator = self._pipeline.training_batches(config.batch_size)
@@ -181,7 +184,11 @@ class Trainer:
             seconds = time.perf_counter() - self._window_begun
             steps = max(self._window_steps, 1)
             self._tokens_per_second = steps * self.config.tokens_per_step / seconds
+            flops = self._tokens_per_second * self.account.model_training_per_token
+            peak = peak_flops(jax.devices()[0])
             values |= {
+                "model_flops_per_second": flops,
+                "mfu": None if peak is None else flops / (peak * len(self.state.step.sharding.device_set)),
                 "seconds_per_step": seconds / steps,
                 "tokens_per_second": self._tokens_per_second,
                 "data_wait": self._window_wait / seconds,
@@ -297,10 +304,13 @@ class Trainer:
     def _summary(self, results: dict[str, Any]) -> None:
         rows = [
             ("parameters", f"{self.num_parameters:,}"),
+            ("model FLOPs, forward and backward", f"{self.account.model_training_per_token / 1e6:,.1f} M per token"),
+            ("… of these in attention", f"{3 * self.account.attention_forward_per_token / 1e6:,.1f} M per token"),
             ("steps", f"{self._done:,} of {self.config.tokens_per_step:,} tokens"),
         ]
         if self._tokens_per_second:
-            rows.append(("speed", f"{self._tokens_per_second:,.0f} tokens/s"))
+            rate = self._tokens_per_second * self.account.model_training_per_token
+            rows.append(("speed", f"{self._tokens_per_second:,.0f} tokens/s, {rate / 1e9:,.1f} GFLOP/s"))
         rows.append(("time since start", f"{time.perf_counter() - self._started:.0f} s"))
         if "bits_per_byte" in results:
             rows.append(("held-out bits per byte", f"{results['bits_per_byte']:.3f}"))

@@ -24,7 +24,7 @@ from iha_jax.nn.attention import InterleavedHeadAttention as _InterleavedHeadAtt
 from iha_jax.nn.multi_head import MultiHeadAttention as _MultiHeadAttention
 
 
-def InterleavedHeadAttention(  # noqa: N802 - stands for a class
+def InterleavedHeadAttention(
     num_heads: int, in_features: int, *, partitioned: bool = False, name: str | None = None, **options: Any
 ) -> nnx.bridge.ToLinen:
     """A Linen module of `iha_jax.InterleavedHeadAttention`.
@@ -39,7 +39,7 @@ def InterleavedHeadAttention(  # noqa: N802 - stands for a class
     return _to_linen(_InterleavedHeadAttention, num_heads, in_features, partitioned, name, options)
 
 
-def MultiHeadAttention(  # noqa: N802 - stands for a class
+def MultiHeadAttention(
     num_heads: int, in_features: int, *, partitioned: bool = False, name: str | None = None, **options: Any
 ) -> nnx.bridge.ToLinen:
     """A Linen module of `iha_jax.MultiHeadAttention`; arguments as in `InterleavedHeadAttention`."""

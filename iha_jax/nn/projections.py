@@ -99,10 +99,11 @@ class AttentionProjections(nnx.Module):
         self.value_bias = bias("value_bias", (k, h), ("kv_heads", "head_dim"), use_bias)
         use_output_bias = use_bias if use_output_bias is None else use_output_bias
         self.out_bias = bias("out_bias", (out_features,), ("norm",), use_output_bias)
-        self.query_norm = self.key_norm = None
-        if normalize_qk:
-            self.query_norm = RMSNorm(h, param_dtype=param_dtype, axis="head_dim")
-            self.key_norm = RMSNorm(h, param_dtype=param_dtype, axis="head_dim")
+
+        def norm() -> RMSNorm | None:
+            return RMSNorm(h, param_dtype=param_dtype, axis="head_dim") if normalize_qk else None
+
+        self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(
         self,

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import hashlib
+import importlib
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,6 +167,36 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from error
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | pathlib.Path) -> None:
+    """Trains a byte-level BPE and writes it as a ``tokenizers`` JSON, all or nothing.
+
+    Args:
+      texts: documents.
+      vocab_size: tokens in all: 256 bytes, two special ones, the rest merges.
+      path: of the JSON file.
+
+    Raises:
+      ValueError: the vocabulary is too small to hold the bytes.
+    """
+    if vocab_size < 258:
+        raise ValueError(f"a trained tokenizer needs at least 258 tokens (256 bytes, start, end), got {vocab_size}")
+    parts = ("models", "pre_tokenizers", "decoders", "trainers")
+    models, pre_tokenizers, decoders, trainers = (_require(f"tokenizers.{p}", "training a tokenizer") for p in parts)
+    tokenizer = _require("tokenizers", "training a tokenizer").Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    temporary = f"{path}.tmp"
+    tokenizer.save(temporary)
+    os.replace(temporary, path)
+
+
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """A document's ids with start and end where the tokenizer has them, int32 [n]."""
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -174,9 +206,10 @@ def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 def _require(module: str, what: str) -> Any:
     try:
-        return __import__(module)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{what} needs the package {module!r}: pip install 'iha-jax[data]'") from error
+        package = module.partition(".")[0]
+        raise ImportError(f"{what} needs the package {package!r}: pip install 'iha-jax[data]'") from error
 
 
 def _one_past_largest(vocabulary: dict[str, int]) -> int:

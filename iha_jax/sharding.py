@@ -121,13 +121,25 @@ def constrain(x: Array, axes: LogicalAxes) -> Array:
 def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, preferred_element_type=None) -> Array:
     """`jnp.einsum` whose result is laid out by logical axes (an explicit mesh needs that said at the contraction)."""
     spec, explicit = current_spec(axes)
-    out = jnp.einsum(
-        equation,
-        *operands,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=spec if explicit else None,
-    )
+
+    def contract(*operands: Array) -> Array:
+        return jnp.einsum(
+            equation,
+            *operands,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=spec if explicit else None,
+        )
+
+    if preferred_element_type is None or all(x.dtype == preferred_element_type for x in operands):
+        out = contract(*operands)
+    else:
+        # CPUs have no product of bfloat16 that accumulates in float32 (jax 0.7 refuses some): there, widen first.
+        out = jax.lax.platform_dependent(
+            *operands,
+            cpu=lambda *operands: contract(*(x.astype(preferred_element_type) for x in operands)),
+            default=contract,
+        )
     return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from iha_jax.data.bigram import Bigram
 from iha_jax.data.config import DataConfig, SourceConfig
 from iha_jax.data.documents import Documents, open_documents
+from iha_jax.data.iterator import BatchIterator
 from iha_jax.data.packing import Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
 from iha_jax.data.rows import Manifest
 from iha_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -72,7 +73,7 @@ class DataPipeline:
             total.update(documents.skipped)
         return dict(total)
 
-    def training_batches(self, rows: int) -> grain.DatasetIterator:
+    def training_batches(self, rows: int) -> BatchIterator:
         """An endless iterator of training batches of ``rows`` rows, with ``get_state``/``set_state``.
 
         Close it when done: it has a thread.
@@ -82,7 +83,7 @@ class DataPipeline:
         batches = mixed.map(_with_weights).batch(rows, drop_remainder=True)
         if self.config.prefetch:
             batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self.config.prefetch)
-        return iter(batches)
+        return BatchIterator(batches)
 
     def held_out_batches(self, rows: int, limit: int | None = None) -> Iterator[Row]:
         """The held-out split once, in a fixed order, the last batch filled up with rows of weight 0.

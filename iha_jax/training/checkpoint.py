@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     import grain
     import orbax.checkpoint as ocp
 
+from iha_jax.data.iterator import BatchIterator
 from iha_jax.training.config import CheckpointConfig
 from iha_jax.training.state import TrainState
 
@@ -71,9 +72,7 @@ class Checkpoints:
         """Steps of the complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(
-        self, state: TrainState, iterator: grain.DatasetIterator, progress: dict[str, Any], loss: float | None
-    ) -> None:
+    def save(self, state: TrainState, iterator: BatchIterator, progress: dict[str, Any], loss: float | None) -> None:
         """Saves; asynchronously, the arrays are copied before this returns and written afterwards.
 
         Args:
@@ -100,7 +99,7 @@ class Checkpoints:
         """Returns when a save in flight is on disk."""
         self._manager.wait_until_finished()
 
-    def restore(self, target: TrainState, iterator: grain.DatasetIterator | None) -> Restored | None:
+    def restore(self, target: TrainState, iterator: BatchIterator | None) -> Restored | None:
         """The newest checkpoint that can be read, or None where there is none.
 
         One that can't be read (cut off, damaged) is set aside under ``damaged-<step>`` with a warning.
@@ -138,7 +137,7 @@ class Checkpoints:
         """Waits for a save in flight and ends Orbax's threads."""
         self._manager.close()
 
-    def _restore_step(self, step: int, target: TrainState, iterator: grain.DatasetIterator | None) -> Restored:
+    def _restore_step(self, step: int, target: TrainState, iterator: BatchIterator | None) -> Restored:
         def abstract(tree: Any) -> Any:
             return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
 

@@ -1,7 +1,5 @@
 """Batches: deterministic, resumable, sliced, mixed by weight, and apart from the held-out split."""
 
-import json
-
 import chex
 import numpy as np
 import pytest
@@ -45,17 +43,19 @@ def test_batches_are_the_same_every_time_and_differ_by_seed(folder):
 
 
 @pytest.mark.parametrize("packing", ["split", "fit"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_resuming_continues_exactly(folder, packing, prefetch):
-    config = _config(folder, packing=packing, prefetch=prefetch)
+@pytest.mark.parametrize(("prefetch", "streams"), [(0, 1), (2, 4)])
+@pytest.mark.parametrize("taken", [0, 1, 3, 17])
+def test_resuming_continues_exactly(folder, packing, prefetch, streams, taken):
+    config = _config(folder, packing=packing, prefetch=prefetch, streams=streams)
     iterator = DataPipeline(config).training_batches(3)
-    for _ in range(7):
+    for _ in range(taken):
         next(iterator)
-    state = json.loads(json.dumps(iterator.get_state()))
+    state = iterator.get_state()
     expected = [next(iterator) for _ in range(60)]  # more than an epoch
     iterator.close()
     resumed = DataPipeline(config).training_batches(3)
     resumed.set_state(state)
+    assert resumed.get_state() == state
     chex.assert_trees_all_equal([next(resumed) for _ in range(60)], expected)
     resumed.close()
 

@@ -3,16 +3,19 @@
 import dataclasses
 import math
 
-SCORE_BYTES = 8 * 2**20
+SCORE_BYTES = 4 * 2**20
 """Aim for the scores alive at once. Blocks of a few MiB stay in a CPU's last-level cache (at 32 MiB and more the
 same work took 1.5 to 4 times as long), and keep an accelerator's temporaries far below its base heads."""
 
-MAX_NARROW_BYTES = 4 * SCORE_BYTES
+MAX_NARROW_BYTES = 8 * SCORE_BYTES
 """Above this a single all-heads tile of a window is too large, and heads are taken in groups instead."""
 
 STRIPES = 8
 """Causal layers without a window run in this many stripes of queries, each against its visible prefix of keys:
 (1 + 1/STRIPES)/2 of the square is computed. More stripes save little and cost compile time each."""
+
+MIN_ROWS = 128
+"""Rows (pseudo-queries) worth having in one product before more of them make no difference."""
 
 ROW_OVERHEAD = 24
 """A product of r rows costs about as much as r + ROW_OVERHEAD rows of a large one (measured on CPU at H = 32)."""
@@ -123,7 +126,9 @@ def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band)
     if score_bytes > MAX_NARROW_BYTES:
         return None
     tiles = -(-query_len // tile)
-    group = min(tiles, max(1, SCORE_BYTES // score_bytes))
+    # Each group's keys are laid out with the left + right tiles around it: small groups would copy them often.
+    overlap = min(2 * (left + right), MAX_NARROW_BYTES // score_bytes)
+    group = min(tiles, max(1, SCORE_BYTES // score_bytes, overlap))
     steps = -(-tiles // group)
     return NarrowPlan(tile=tile, left=left, right=right, group=-(-tiles // steps), steps=steps)
 
@@ -169,11 +174,16 @@ def slab_plan(
     keys = max(slab.keys for slab in slabs)
     queries = max(slab.queries for slab in slabs)
     row_bytes = 4 * batch * (heads // kv_heads) * pseudo * pseudo * keys  # one query token, one key/value head
+    # Unrolled slabs may be in flight together, so they share the budget; but a product wants some rows.
+    budget = SCORE_BYTES // len(slabs)
+    wanted = min(queries, max(1, MIN_ROWS // (pseudo * (heads // kv_heads))))
     group = kv_heads if all_heads else 1
-    wanted_rows = min(queries, max(1, 256 // (pseudo * (heads // kv_heads))))
     if not all_heads:
-        while group < kv_heads and 2 * group * row_bytes * wanted_rows <= SCORE_BYTES:
-            group = next(n for n in range(group + 1, kv_heads + 1) if kv_heads % n == 0)
-    tile = min(queries, max(1, SCORE_BYTES // (group * row_bytes)))
+        while group < kv_heads:
+            larger = next(n for n in range(group + 1, kv_heads + 1) if kv_heads % n == 0)
+            if larger * row_bytes * wanted > budget:
+                break
+            group = larger
+    tile = min(queries, max(budget // (group * row_bytes), min(wanted, SCORE_BYTES // (group * row_bytes)), 1))
     tile = math.ceil(queries / math.ceil(queries / tile))
     return SlabPlan(slabs=slabs, repeats=repeats, kv_heads=group, tile=tile)

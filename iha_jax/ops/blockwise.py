@@ -123,11 +123,18 @@ def _narrow(
         return jnp.moveaxis(x.reshape(x.shape[0], steps, group, tile, *x.shape[2:]), 1, 0)
 
     def key_groups(x: Array) -> Array:
-        """Overlapping slabs of key tiles, one a step: base-sized; the overlap is left + right tiles a group."""
-        x = _fit(x, plan.left * tile, plan.padded + plan.right * tile)
-        x = x.reshape(x.shape[0], -1, tile, *x.shape[2:])
+        """Overlapping slabs of key tiles, one a step: base-sized; the overlap is left + right tiles a group.
+
+        Put together from whole shifted copies, not from one slice a step: slices would be transposed into one
+        full-sized array each.
+        """
         width = group + plan.left + plan.right
-        return jnp.stack([x[:, i * group : i * group + width] for i in range(steps)])
+        shifts = -(-width // group)
+        x = _fit(x, plan.left * tile, plan.padded + plan.right * tile)
+        x = _fit(x, 0, (steps + shifts) * group * tile)
+        x = x.reshape(x.shape[0], steps + shifts, group, tile, *x.shape[2:])
+        parts = [x[:, i : i + steps, : min(group, width - i * group)] for i in range(shifts)]
+        return jnp.moveaxis(jnp.concatenate(parts, axis=2), 1, 0)
 
     def bands(x: Array, axis: int) -> Array:
         """Each query tile's own keys: tiles i … i + left + right of the slab, joined along the token axis."""

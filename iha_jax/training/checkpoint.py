@@ -59,8 +59,15 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
+        # Named here, an item's description can be read before anything is restored.
+        handlers: dict[str, Any] = {
+            "data": grain.checkpoint.CheckpointHandler(),
+            "progress": ocp.JsonCheckpointHandler(),
+        }
+        handlers |= {name: ocp.StandardCheckpointHandler() for name in ("params", "optimizer", "counters", "rng")}
         self._manager = ocp.CheckpointManager(
             self._directory,
+            item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(kept),
                 enable_async_checkpointing=config.asynchronous,
@@ -114,10 +121,10 @@ class Checkpoints:
         """
         steps = self.steps()
         for step in reversed(steps):
+            self._check_structure(step, target)
             try:
                 return self._restore_step(step, target, iterator)
             except Exception as error:
-                self._check_structure(step, target)
                 reason = (str(error).splitlines() or [""])[0][:200]
                 _LOG.warning(
                     "checkpoint %d can't be read (%s: %s): skipped, trying the one before",
@@ -161,10 +168,11 @@ class Checkpoints:
         return Restored(state, found["progress"])
 
     def _check_structure(self, step: int, target: TrainState) -> None:
-        """Tells another model's checkpoint from a damaged one."""
+        """Refuses another model's checkpoint; says nothing about one whose description can't be read."""
         try:
-            metadata = self._manager.item_metadata(step)["params"]
-            saved = {path: tuple(leaf.shape) for path, leaf in metadata.items()}
+            metadata = self._manager.item_metadata(step)
+            saved = {path: tuple(leaf.shape) for path, leaf in metadata["params"].tree.items()}
+            saved_optimizer = _shapes(metadata["optimizer"].tree)
         except Exception:
             return
         wanted = {path: tuple(leaf.shape) for path, leaf in target.params.items()}
@@ -174,6 +182,11 @@ class Checkpoints:
                 f"checkpoint {step} in {self._directory} is of another model: {path} has shape {saved.get(path)} "
                 f"there and {wanted.get(path)} in this configuration"
             )
+        if saved_optimizer != _shapes(target.optimizer):
+            raise ValueError(
+                f"checkpoint {step} in {self._directory} is of another optimizer: its state has {len(saved_optimizer)} "
+                f"arrays there and {len(_shapes(target.optimizer))} in this configuration, of other shapes"
+            )
 
     def _set_aside(self, step: int) -> None:
         source = self._directory / str(step)
@@ -182,3 +195,9 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             shutil.move(source, target)
         self._manager.reload()
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of a tree's arrays, sorted: what survives of a structure in Orbax's description of it."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    return sorted(tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape"))

@@ -164,11 +164,21 @@ def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(tmp_path, itera
     checkpoints.close()
 
 
-@_UNRAISABLE
 def test_another_models_checkpoint_is_refused_and_left_alone(tmp_path, iterator):
-    checkpoints = _saved(tmp_path / "checkpoints", iterator, [1])
+    _saved(tmp_path / "checkpoints", iterator, [1]).close()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     with pytest.raises(ValueError, match=r"another model: final_norm.scale has shape \(4,\) there and \(5,\)"):
         checkpoints.restore(_state(size=5), None)
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+def test_another_optimizers_checkpoint_is_refused_and_left_alone(tmp_path, iterator):
+    _saved(tmp_path / "checkpoints", iterator, [1]).close()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    other = dataclasses.replace(_state(), optimizer=(_state().params, {"momentum": jnp.zeros(3)}))
+    with pytest.raises(ValueError, match="another optimizer"):
+        checkpoints.restore(other, None)
     assert checkpoints.steps() == [1]
     checkpoints.close()
 

@@ -1,6 +1,12 @@
 """A byte-level language model of Python code with Interleaved Head Attention, in minutes on a laptop.
 
 Command:   python train.py configs/tiny.py
+Hardware:  2 CPU cores, 2 GB of memory
+Data:      the running interpreter's own library sources, 12 MB; nothing is downloaded
+Expected:  held-out bits per byte at least 20% below a byte bigram's
+
+Five layers as in the paper: four of sliding-window IHA, then one of global MHA. With T = 512 and P = 4 the window
+is T / (2 P²) = 16 tokens, so attention costs as many FLOPs as in the twin, ``configs/tiny_mha.py`` (within 10%).
 """
 
 from iha_jax.data import DataConfig
@@ -9,8 +15,8 @@ from iha_jax.training.config import CheckpointConfig, EvaluationConfig, Optimize
 
 CONFIG = TrainConfig(
     name="tiny",
-    steps=400,
-    batch_size=8,
+    steps=320,
+    batch_size=4,
     model=ModelConfig(
         vocab_size=258,
         max_length=512,
@@ -21,8 +27,8 @@ CONFIG = TrainConfig(
         iha=IHAConfig(num_pseudo_heads=4, window="auto"),
     ),
     data=DataConfig(sequence_length=512, held_out_fraction=0.02),
-    optimizer=OptimizerConfig(peak_lr=2e-3, final_lr=2e-4, warmup_steps=40),
-    checkpoint=CheckpointConfig(every=200),
-    evaluation=EvaluationConfig(every=100, rows=32, final_rows=128),
+    optimizer=OptimizerConfig(peak_lr=3e-3, final_lr=1e-4, warmup_steps=20),
+    checkpoint=CheckpointConfig(every=100),
+    evaluation=EvaluationConfig(every=100, rows=16, final_rows=64),
     sample=SampleConfig(prompt="def main(", tokens=200),
 )

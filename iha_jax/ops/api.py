@@ -6,11 +6,12 @@ from jaxtyping import Array, Float, Int
 from iha_jax.ops.arguments import validate
 from iha_jax.ops.blockwise import blockwise
 from iha_jax.ops.mixing import HeadMixing
+from iha_jax.ops.pallas_tpu import pallas_tpu, why_not
 from iha_jax.ops.reference import reference
 from iha_jax.ops.rope import Rope
 from iha_jax.ops.types import Causal, Implementation
 
-_IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise}
+_IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise, "pallas": pallas_tpu}
 
 
 def interleaved_head_attention(
@@ -83,9 +84,9 @@ def interleaved_head_attention(
         precision=precision,
     )
     if implementation == "pallas":
-        raise NotImplementedError(
-            'implementation="pallas": this version has no fused kernel; use "blockwise", or None for the best.'
-        )
+        reason = why_not(args)
+        if reason is not None:
+            raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
     if implementation is None:
         implementation = "blockwise"
     if implementation not in _IMPLEMENTATIONS:

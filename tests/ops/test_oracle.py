@@ -104,6 +104,12 @@ class TestBlockwise(OracleSuite):
     implementation = "blockwise"
 
 
+class TestPallas(OracleSuite):
+    """The fused kernels, interpreted."""
+
+    implementation = "pallas"
+
+
 def test_the_fast_cases_cover_every_option():
     fast = cases.specs(ALL)[:FAST]
     assert {s.layout for s in fast} == {*cases.SELF_LAYOUTS, *cases.CROSS_LAYOUTS}

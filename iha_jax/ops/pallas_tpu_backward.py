@@ -1,0 +1,401 @@
+"""The fused backward kernel: gradients of base heads and mixing tensors, everything in between computed again.
+
+Query tiles take their turns as in the forward pass; gradients of the kept pseudo-keys and -values gather beside them
+and are turned into gradients of base heads and of the mixing tensors when the last query that sees them is done.
+With the per-head collapse, the gradient of probabilities ``d_out · pseudo-value`` is the same for all P
+pseudo-queries of a token, and one number for each of them serves both the softmax's and the collapse's gradient.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from iha_jax.ops import pallas_tpu_forward as fwd
+from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops.pallas_tpu_cost import cost_estimate
+from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
+
+F32 = jnp.float32
+
+
+class Extra(NamedTuple):
+    """Operands that the forward pass has not: the departing key tile, and the mixing matrices transposed."""
+
+    d_out: Any  # [B, T, out heads * Hv]
+    key: Any  # [B, S, L*H], the tile that arrived `lag` steps ago
+    value: Any  # [B, S, L*Hv]
+    key_rotation: Any  # Rotation or None
+    query_t: Any  # [n, M*g, P*g]
+    key_t: Any  # [k, L*g, g*P]
+    value_t: Any  # [k, L*g, g*P]
+    collapse_t: Any  # across heads [n, P*g, N*g], else None
+
+
+class Outputs(NamedTuple):
+    """Gradients: of base heads as they are laid out, of the mixing matrices in float32."""
+
+    query: Any
+    key: Any
+    value: Any
+    mix_query: Any
+    mix_key: Any
+    mix_value: Any
+    collapse: Any
+
+
+class Scratch(NamedTuple):
+    """On-chip memory of the backward kernel: the forward kernel's first entries, and gradients in float32."""
+
+    key: Any  # [k, buffer, H]
+    value: Any  # [k, buffer, Hv]
+    query_base: Any  # float32 [query groups, M*g, H]
+    key_base: Any  # float32 [key groups, L*g, H]
+    value_base: Any  # float32 [key groups, L*g, Hv]
+    rows: Any  # float32 [tile, max(H, Hv)]
+    d_key: Any  # float32 [k, buffer, H]
+    d_value: Any  # float32 [k, buffer, Hv]
+    d_query_base: Any  # float32 [query groups, M*g, H]
+    d_key_base: Any  # float32 [key groups, L*g, H]
+    d_value_base: Any  # float32 [key groups, L*g, Hv]
+    d_out: Any  # per head [n, groups*unit, Hv], across heads [groups, N*g, Hv], float32
+    bias: Any  # float32 [rows, chunk], local only
+
+
+def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
+    """Runs the kernel for one part of the heads.
+
+    Returns:
+      Gradients of `Tokens.query`, `key` and `value`, and those of the four matrices of `Weights` (float32).
+    """
+    weights = fwd.in_dtype(spec, weights)
+    turn = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+    extra = Extra(
+        d_out, tokens.key, tokens.value, tokens.key_rotation,
+        turn(weights.query), turn(weights.key), turn(weights.value),
+        turn(weights.collapse) if spec.across_heads else None,
+    )  # fmt: skip
+    arrays, structure = jax.tree.flatten((tokens, weights, extra))
+    in_specs = jax.tree.leaves((fwd.input_specs(spec, tokens, weights), _extra_specs(spec, extra)))
+    queries, keys = spec.query_tiles * spec.tile, spec.key_tiles * spec.tile
+    head_shapes = [
+        (spec.batch, queries, spec.sources * spec.head_dim),
+        (spec.batch, keys, spec.key_sources * spec.head_dim),
+        (spec.batch, keys, spec.key_sources * spec.value_dim),
+    ]
+    matrices = [weights.query, weights.key, weights.value, weights.collapse]
+    out_shape = Outputs(
+        *(jax.ShapeDtypeStruct(shape, spec.gradient_dtype) for shape in head_shapes),
+        *(jax.ShapeDtypeStruct(x.shape, F32) for x in matrices),
+    )
+    departing = functools.partial(fwd.key_tile, spec, lag=spec.lag)
+    out_specs = Outputs(
+        pl.BlockSpec((1, spec.tile, head_shapes[0][2]), lambda b, s: (b, fwd.query_tile(spec, s), 0)),
+        pl.BlockSpec((1, spec.tile, head_shapes[1][2]), lambda b, s: (b, departing(s), 0)),
+        pl.BlockSpec((1, spec.tile, head_shapes[2][2]), lambda b, s: (b, departing(s), 0)),
+        *(pl.BlockSpec(x.shape, lambda b, s: (0, 0, 0)) for x in matrices),
+    )
+    h, v = spec.head_dim, spec.value_dim
+    if spec.across_heads:
+        d_rows = (spec.query_groups, spec.out_base, v)
+    else:
+        d_rows = (spec.heads, spec.query_groups * spec.unit, v)
+    scratch = [
+        *fwd.buffers(spec),
+        pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
+        pltpu.VMEM((spec.kv_heads, spec.buffer, v), F32),
+        pltpu.VMEM((spec.query_groups, spec.query_base, h), F32),
+        pltpu.VMEM((spec.key_groups, spec.key_base, h), F32),
+        pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
+        pltpu.VMEM(d_rows, F32),
+        pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
+    ]
+    found = pl.pallas_call(
+        functools.partial(_kernel, spec, structure),
+        grid=(spec.batch, spec.backward_steps),
+        in_specs=in_specs,
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        scratch_shapes=scratch,
+        # Gradients of the mixing tensors gather over the whole grid.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=cost_estimate(spec, backward=True),
+        interpret=interpret,
+        name=f"iha_backward_{spec.kind}",
+    )(*arrays)
+    found = Outputs(*found)
+    return found.query, found.key, found.value, (found.mix_query, found.mix_key, found.mix_value, found.collapse)
+
+
+def _extra_specs(spec: Spec, extra: Extra) -> Extra:
+    def departing(x: Array) -> pl.BlockSpec:
+        one = x.shape[0] == 1
+        return pl.BlockSpec(
+            (1, spec.tile, x.shape[2]), lambda b, s: (0 if one else b, fwd.key_tile(spec, s, spec.lag), 0)
+        )
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda b, s: (0, 0, 0))
+
+    lanes = extra.d_out.shape[2]
+    return Extra(
+        pl.BlockSpec((1, spec.tile, lanes), lambda b, s: (b, fwd.query_tile(spec, s), 0)),
+        departing(extra.key),
+        departing(extra.value),
+        jax.tree.map(departing, extra.key_rotation),
+        whole(extra.query_t),
+        whole(extra.key_t),
+        whole(extra.value_t),
+        None if extra.collapse_t is None else whole(extra.collapse_t),
+    )
+
+
+def _kernel(spec: Spec, structure, *refs) -> None:
+    count = structure.num_leaves
+    tokens, weights, extra = jax.tree.unflatten(structure, refs[:count])
+    out = Outputs(*refs[count : count + len(Outputs._fields)])
+    scratch = Scratch(*refs[count + len(Outputs._fields) :])
+    row, step = pl.program_id(0), pl.program_id(1)
+
+    @pl.when((row == 0) & (step == 0))
+    def _():
+        for ref in (out.mix_query, out.mix_key, out.mix_value, out.collapse):
+            tile.zero(ref)
+
+    @pl.when(step == 0)
+    def _():
+        for ref in (scratch.key, scratch.value, scratch.query_base, scratch.key_base, scratch.value_base):
+            tile.zero(ref)
+        tile.zero(scratch.d_key)
+        tile.zero(scratch.d_value)
+        tile.zero(scratch.d_out)
+
+    if spec.kind == "local":
+        tile.advance(spec, step, scratch.key, scratch.value, scratch.d_key, scratch.d_value)
+        newest = tile.window_start(spec, step)[2]
+
+        def fresh(head):
+            scratch.d_key[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.head_dim), F32)
+            scratch.d_value[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.value_dim), F32)
+
+        tile.for_each(spec.kv_heads, fresh)
+
+    @pl.when(step < spec.key_tiles)
+    def _():
+        fwd.arrive(spec, step, tokens, weights, scratch)
+
+    @pl.when((step >= spec.delay) & (step < spec.steps))
+    def _():
+        _attend(spec, step, tokens, weights, extra, scratch, out)
+
+    @pl.when((step >= spec.lag) & (step < spec.lag + spec.key_tiles))
+    def _():
+        if spec.kind == "local":
+            start = tile.window_start(spec, step)[0]
+        else:
+            start = pl.multiple_of((step - spec.lag) * spec.rows, 16)
+        _depart(spec, start, weights, extra, scratch, out)
+
+
+def _attend(
+    spec: Spec, step: Array, tokens: Tokens, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs
+) -> None:
+    g = spec.query_group
+    tile.gather_base(
+        tokens.query, scratch.query_base, scratch.rows, tokens.query_rotation, spec.sources, g, spec.head_dim
+    )
+    if spec.across_heads:
+        tile.gather_base(extra.d_out, scratch.d_out, scratch.rows, None, spec.out_heads, g, spec.value_dim)
+    else:
+        _gather_units(spec, extra.d_out, scratch)
+    tile.zero(scratch.d_query_base)
+    columns = fwd.query_columns(tokens)
+    if spec.kind == "local":
+        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
+
+    def one_head(head):
+        kv = tile.kv_head(spec, head)
+        query = tile.pseudo_queries(spec, weights.query[head], scratch.query_base, weights.query_rotation)
+        chain = _Head(spec, head, kv, query, weights, extra, scratch)
+        if spec.kind == "local":
+            at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
+            scores, slope = tile.logits(spec, query, scratch.key[kv, at, :], scratch.bias[...])
+            d_probabilities = chain.d_probabilities(at)
+            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
+            weight = jnp.exp(scores - top)
+            over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True))
+            product = chain.times(weight, d_probabilities)
+            mean = jnp.sum(product, axis=1, keepdims=True) * over
+            d_query, pseudo_out = chain.finish(at, weight, product, mean, over, slope)
+        else:
+            d_query, pseudo_out, mean = _sweep(spec, step - spec.delay, tokens, scratch, columns, chain)
+        if pseudo_out is None:
+            lane = lax.broadcasted_iota(jnp.int32, out.collapse.shape[1:], 1)
+            out.collapse[head] += jnp.where(lane == 0, jnp.broadcast_to(mean, lane.shape), 0.0)
+        size = g * spec.pseudo
+        for i in range(spec.query_groups):
+            part = slice(i * size, (i + 1) * size)
+            if pseudo_out is not None:
+                d_rows = scratch.d_out[i].astype(spec.dtype)
+                out.collapse[head] += tile.dot(spec, d_rows, pseudo_out[part].astype(spec.dtype), (1, 1))
+            d_mixed = d_query[part] * tile.score_scale(spec)
+            _unmix(
+                spec, d_mixed, weights.query_rotation, extra.query_t[head], scratch.query_base[i],
+                scratch.d_query_base, i, out.mix_query, head,
+            )  # fmt: skip
+
+    tile.for_each(spec.heads, one_head)
+    tile.scatter_base(
+        scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, spec.head_dim
+    )
+
+
+class _Head:
+    """One head's part of the chain rule for a query tile, for one chunk of keys at a time."""
+
+    def __init__(self, spec, head, kv, query, weights, extra, scratch):
+        self.spec, self.kv, self.query, self.scratch = spec, kv, query, scratch
+        if spec.across_heads:
+            groups = [
+                tile.dot(spec, extra.collapse_t[head], scratch.d_out[i].astype(spec.dtype))
+                for i in range(spec.query_groups)
+            ]
+            self.collapse = None
+            self.d_out = jnp.concatenate(groups, axis=0).astype(spec.dtype)  # [rows, Hv]
+        else:
+            self.collapse = weights.collapse[head][:, 0:1]
+            self.d_out = scratch.d_out[head].astype(spec.dtype)  # [groups*unit, Hv]
+
+    def d_probabilities(self, at) -> Array:
+        """Gradients of probabilities: ``[rows, chunk]`` across heads, one unit for all pseudo-queries per head."""
+        return tile.dot(self.spec, self.d_out, self.scratch.value[self.kv, at, :], (1, 1))
+
+    def times(self, weight: Array, d_probabilities: Array) -> Array:
+        """Weights times the gradients of probabilities, ``[rows, chunk]``."""
+        if self.collapse is None:
+            return weight * d_probabilities
+        return tile.over_units(self.spec, weight, d_probabilities, jnp.multiply)
+
+    def finish(self, at, weight: Array, product: Array, mean: Array, over: Array, slope: Array | None):
+        """Adds to the gradients of the chunk's pseudo-keys and -values.
+
+        Args:
+          at: the chunk's place in the buffers.
+          weight: unnormalised probabilities ``[rows, chunk]``.
+          product: `times` of them.
+          mean: ``[rows, 1]``: the probabilities' mean of their gradients.
+          over: ``[rows, 1]``: what normalises the probabilities.
+          slope: derivative of the logits by the products, or None for 1.
+
+        Returns:
+          The gradient of the pseudo-queries ``[rows, H]`` and, across heads, the pseudo-outputs ``[rows, Hv]``.
+        """
+        spec, scratch = self.spec, self.scratch
+        factor = over if self.collapse is None else over * self.collapse
+        pseudo_out = None
+        if self.collapse is None:
+            probabilities = (weight * over).astype(spec.dtype)
+            pseudo_out = tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
+        else:
+            probabilities = tile.per_unit(spec, weight * factor).astype(spec.dtype)
+        d_scores = (product - weight * mean) * factor
+        if slope is not None:
+            d_scores = d_scores * slope
+        d_scores = d_scores.astype(spec.dtype)
+        scratch.d_value[self.kv, at, :] += tile.dot(spec, probabilities, self.d_out, (0, 0))
+        scratch.d_key[self.kv, at, :] += tile.dot(spec, d_scores, self.query, (0, 0))
+        return tile.dot(spec, d_scores, scratch.key[self.kv, at, :]), pseudo_out
+
+
+def _sweep(spec: Spec, number: Array, tokens: Tokens, scratch: Scratch, columns, chain: _Head):
+    """Global: the softmax's statistics and the means over all visible chunks, then the gradients."""
+    low, high = tile.chunk_range(spec, number)
+
+    def chunk(j):
+        at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
+        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
+        return at, *tile.logits(spec, chain.query, scratch.key[chain.kv, at, :], bias), chain.d_probabilities(at)
+
+    def statistics(j, carry):
+        top, total, mean = carry
+        _, scores, _, d_probabilities = chunk(j)
+        new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        weight, shrink = jnp.exp(scores - new), jnp.exp(top - new)
+        product = chain.times(weight, d_probabilities)
+        total = total * shrink + jnp.sum(weight, axis=1, keepdims=True)
+        return new, total, mean * shrink + jnp.sum(product, axis=1, keepdims=True)
+
+    nothing = jnp.zeros((spec.rows, 1), F32)
+    start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
+    top, total, mean = lax.fori_loop(low, high, statistics, start)
+    over = tile.reciprocal(total)
+    mean = mean * over
+
+    def gradients(j, carry):
+        at, scores, slope, d_probabilities = chunk(j)
+        weight = jnp.exp(scores - top)
+        found = chain.finish(at, weight, chain.times(weight, d_probabilities), mean, over, slope)
+        return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
+
+    start = jnp.zeros((spec.rows, spec.head_dim), F32), None
+    if spec.across_heads:
+        start = start[0], jnp.zeros((spec.rows, spec.value_dim), F32)
+    d_query, pseudo_out = lax.fori_loop(low, high, gradients, start)
+    return d_query, pseudo_out, mean
+
+
+def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs) -> None:
+    """Turns the oldest tile's gradients into those of base heads and of mixing tensors."""
+    h, v = spec.head_dim, spec.value_dim
+    sizes = (spec.key_sources, spec.key_group)
+    tile.gather_base(extra.key, scratch.key_base, scratch.rows, extra.key_rotation, *sizes, h)
+    tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
+    tile.zero(scratch.d_key_base)
+    tile.zero(scratch.d_value_base)
+    size = spec.key_group * spec.pseudo
+
+    def one_head(head):
+        for i in range(spec.key_groups):
+            at = pl.ds(start + i * size, size)
+            _unmix(
+                spec, scratch.d_key[head, at, :], weights.key_rotation, extra.key_t[head], scratch.key_base[i],
+                scratch.d_key_base, i, out.mix_key, head,
+            )  # fmt: skip
+            _unmix(
+                spec, scratch.d_value[head, at, :], None, extra.value_t[head], scratch.value_base[i],
+                scratch.d_value_base, i, out.mix_value, head,
+            )  # fmt: skip
+
+    tile.for_each(spec.kv_heads, one_head)
+    tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
+    tile.scatter_base(scratch.d_value_base, out.value, scratch.rows, None, *sizes, v)
+
+
+def _unmix(
+    spec: Spec, d_mixed: Array, rotation: Rotation | None, turned: Array, base: Array, d_base_ref, i, d_mix_ref, head
+) -> None:
+    """The transpose of `tile.mix_group` for one group of a head: adds to the base rows' and the matrix's gradient."""
+    if rotation is not None:
+        d_mixed = tile.unrotate(d_mixed, rotation.cos[...], rotation.sin[...])
+    d_mixed = d_mixed.astype(spec.dtype)
+    d_base_ref[i] += tile.dot(spec, turned, d_mixed)
+    d_mix_ref[head] += tile.dot(spec, d_mixed, base.astype(spec.dtype), (1, 1))
+
+
+def _gather_units(spec: Spec, d_out_ref, scratch: Scratch) -> None:
+    """Per head: the outputs' gradients, repeated until they fill a unit."""
+    g, v = spec.query_group, spec.value_dim
+    for head in range(spec.heads):
+        scratch.rows[:, :v] = d_out_ref[0, :, head * v : (head + 1) * v].astype(F32)
+        for i in range(spec.query_groups):
+            for part in range(spec.unit // g):
+                at = i * spec.unit + part * g
+                scratch.d_out[head, at : at + g, :] = scratch.rows[i * g : (i + 1) * g, :v]

@@ -1,0 +1,87 @@
+"""The work of the fused TPU kernels, counted from their own tiles, for the compiler's scheduler and for estimates."""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from iha_jax.ops.pallas_tpu_plan import Spec
+
+
+def chunk_visits(spec: Spec) -> int:
+    """How many (query tile, chunk) pairs a batch row's head computes, skipped ones not counted."""
+    if spec.kind == "local":
+        return spec.query_tiles
+    left, right = spec.reach
+    visits = 0
+    for i in range(spec.query_tiles):
+        low = 0 if left is None else max(i * spec.rows - left, 0) // spec.chunk
+        high = spec.chunks
+        if right is not None:
+            high = min(-(-((i + 1) * spec.rows + right) // spec.chunk), high)
+        visits += max(high - low, 0)
+    return visits
+
+
+def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]:
+    """Every matrix product as (name, times, m, k, n): ``[m, k] @ [k, n]``, for the whole problem."""
+    b, n, kv, h, v = spec.batch, spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim
+    tiles = b * spec.query_tiles
+    arrivals = b * min(spec.key_tiles, spec.backward_steps if backward else spec.steps)
+    visits = b * n * chunk_visits(spec)
+    sweeps = 1 if spec.kind == "local" else 2
+    query_rows, key_rows = spec.query_group * spec.pseudo, spec.key_group * spec.pseudo
+    units = spec.query_groups * spec.unit
+    found = [
+        ("mix queries", tiles * n * spec.query_groups, query_rows, spec.query_base, h),
+        ("mix keys", arrivals * kv * spec.key_groups, key_rows, spec.key_base, h),
+        ("mix values", arrivals * kv * spec.key_groups, key_rows, spec.key_base, v),
+        ("scores", sweeps * visits, spec.rows, h, spec.chunk),
+    ]
+    rows = spec.rows if spec.across_heads else units
+    if spec.across_heads:
+        found.append(("collapse", tiles * n * spec.query_groups, spec.out_base, query_rows, v))
+    if not backward:
+        return [*found, ("values", visits, rows, spec.chunk, v)]
+    if spec.across_heads:
+        found += [
+            ("values", visits, rows, spec.chunk, v),
+            ("d collapse", tiles * n * spec.query_groups, spec.out_base, v, query_rows),
+        ]
+    found += [
+        ("d probabilities", sweeps * visits, rows, v, spec.chunk),
+        ("d values", visits, spec.chunk, rows, v),
+        ("d queries", visits, spec.rows, spec.chunk, h),
+        ("d keys", visits, spec.chunk, spec.rows, h),
+        ("d base queries", tiles * n * spec.query_groups, spec.query_base, query_rows, h),
+        ("d mixing of queries", tiles * n * spec.query_groups, query_rows, h, spec.query_base),
+    ]
+    departures = b * spec.key_tiles * kv * spec.key_groups
+    for name, dim in (("keys", h), ("values", v)):
+        found += [
+            (f"d base {name}", departures, spec.key_base, key_rows, dim),
+            (f"d mixing of {name}", departures, key_rows, dim, spec.key_base),
+        ]
+    return found
+
+
+def flops(spec: Spec, backward: bool) -> int:
+    """Multiplications and additions of all products, padding included."""
+    return sum(2 * times * m * k * n for _, times, m, k, n in products(spec, backward))
+
+
+def cost_estimate(spec: Spec, backward: bool) -> pl.CostEstimate:
+    """What the compiler is told about a call."""
+    size = jnp.dtype(spec.dtype).itemsize
+    queries = spec.batch * spec.query_tiles * spec.tile
+    keys = spec.batch * spec.key_tiles * spec.tile
+    read_queries = queries * spec.sources * spec.head_dim
+    read_keys = keys * spec.key_sources * (spec.head_dim + spec.value_dim)
+    outputs = queries * spec.out_heads * spec.value_dim
+    exponentials = spec.batch * spec.heads * chunk_visits(spec) * spec.rows * spec.chunk
+    moved = read_queries + read_keys + outputs
+    if backward:
+        moved += read_queries + 2 * read_keys  # gradients, and the departing tile's base heads once more
+    return pl.CostEstimate(
+        flops=flops(spec, backward),
+        bytes_accessed=moved * size,
+        transcendentals=exponentials * (1 if spec.kind == "local" else 2),
+    )

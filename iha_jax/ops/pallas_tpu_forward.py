@@ -1,0 +1,256 @@
+"""The fused forward kernel: base heads in, collapsed heads out."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops.pallas_tpu_cost import cost_estimate
+from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
+
+F32 = jnp.float32
+
+
+class Scratch(NamedTuple):
+    """On-chip memory of the forward kernel."""
+
+    key: Any  # [k, buffer, H] pseudo-keys
+    value: Any  # [k, buffer, Hv] pseudo-values
+    query_base: Any  # float32 [query groups, M*g, H]
+    key_base: Any  # float32 [key groups, L*g, H]
+    value_base: Any  # float32 [key groups, L*g, Hv]
+    rows: Any  # float32 [tile, max(H, Hv)]
+    out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
+    bias: Any  # float32 [rows, chunk], local only
+
+
+def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> Array:
+    """Runs the kernel for one part of the heads: ``[B, query tiles * tile, out heads * Hv]``."""
+    weights = in_dtype(spec, weights)
+    arrays, structure = jax.tree.flatten((tokens, weights))
+    specs = jax.tree.leaves(input_specs(spec, tokens, weights))
+    if spec.across_heads:
+        out_rows = (spec.query_groups, spec.out_base, spec.value_dim)
+    else:
+        out_rows = (spec.heads, spec.query_groups * spec.unit, spec.value_dim)
+    shapes = [
+        *buffers(spec),
+        pltpu.VMEM(out_rows, F32),
+        pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
+    ]
+    lanes = spec.out_heads * spec.value_dim
+    return pl.pallas_call(
+        functools.partial(_kernel, spec, structure),
+        grid=(spec.batch, spec.steps),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((1, spec.tile, lanes), lambda b, s: (b, query_tile(spec, s), 0)),
+        out_shape=jax.ShapeDtypeStruct((spec.batch, spec.query_tiles * spec.tile, lanes), spec.out_dtype),
+        scratch_shapes=shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=cost_estimate(spec, backward=False),
+        interpret=interpret,
+        name=f"iha_forward_{spec.kind}",
+    )(*arrays)
+
+
+def in_dtype(spec: Spec, weights: Weights) -> Weights:
+    """The matrices that act on heads, in the heads' dtype; the per-head collapse and rotations stay float32."""
+    across = weights.collapse.astype(spec.dtype) if spec.across_heads else weights.collapse
+    return weights._replace(
+        query=weights.query.astype(spec.dtype),
+        key=weights.key.astype(spec.dtype),
+        value=weights.value.astype(spec.dtype),
+        collapse=across,
+    )
+
+
+def query_tile(spec: Spec, step):
+    """The query tile whose turn it is, or the nearest one."""
+    return jnp.clip(step - spec.delay, 0, spec.query_tiles - 1)
+
+
+def key_tile(spec: Spec, step, lag: int = 0):
+    """The key tile that arrived ``lag`` steps ago, or the nearest one."""
+    return jnp.clip(step - lag, 0, spec.key_tiles - 1)
+
+
+def buffers(spec: Spec) -> list:
+    """The first entries of the scratch memory of both kernels."""
+    width = max(spec.head_dim, spec.value_dim)
+    return [
+        pltpu.VMEM((spec.kv_heads, spec.buffer, spec.head_dim), jnp.dtype(spec.dtype)),
+        pltpu.VMEM((spec.kv_heads, spec.buffer, spec.value_dim), jnp.dtype(spec.dtype)),
+        pltpu.VMEM((spec.query_groups, spec.query_base, spec.head_dim), F32),
+        pltpu.VMEM((spec.key_groups, spec.key_base, spec.head_dim), F32),
+        pltpu.VMEM((spec.key_groups, spec.key_base, spec.value_dim), F32),
+        pltpu.VMEM((spec.tile, width), F32),
+    ]
+
+
+def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, Weights]:
+    """Which block of every operand a grid step needs."""
+
+    def of_tile(x: Array, index) -> pl.BlockSpec:
+        one = x.shape[0] == 1
+        return pl.BlockSpec((1, spec.tile, x.shape[2]), lambda b, s: (0 if one else b, index(spec, s), 0))
+
+    def of_index(x: Array, index) -> pl.BlockSpec:
+        one, count = x.shape[0] == 1, x.shape[1] if index is None else 1
+        at = (lambda s: 0) if index is None else functools.partial(index, spec)
+        return pl.BlockSpec((1, count, *x.shape[2:]), lambda b, s: (0 if one else b, at(s), 0, 0))
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda b, s: (0,) * x.ndim)
+
+    def rotation(x: Rotation | None, index) -> Rotation | None:
+        return None if x is None else Rotation(of_tile(x.cos, index), of_tile(x.sin, index))
+
+    return (
+        Tokens(
+            query=of_tile(tokens.query, query_tile),
+            key=of_tile(tokens.key, key_tile),
+            value=of_tile(tokens.value, key_tile),
+            query_rotation=rotation(tokens.query_rotation, query_tile),
+            key_rotation=rotation(tokens.key_rotation, key_tile),
+            query_index=of_index(tokens.query_index, query_tile),
+            key_index=of_index(tokens.key_index, query_tile if spec.kind == "local" else None),
+        ),
+        jax.tree.map(whole, weights),
+    )
+
+
+def arrive(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch) -> None:
+    """Takes in a key tile: base rows, then pseudo-keys and -values of every head."""
+    if spec.kind == "local":
+        start = tile.window_start(spec, step)[2]
+    else:
+        start = pl.multiple_of(step * spec.rows, 16)
+    sizes = (spec.key_sources, spec.key_group)
+    tile.gather_base(tokens.key, scratch.key_base, scratch.rows, tokens.key_rotation, *sizes, spec.head_dim)
+    tile.gather_base(tokens.value, scratch.value_base, scratch.rows, None, *sizes, spec.value_dim)
+    tile.store_pseudo_keys(spec, start, scratch.key_base, scratch.value_base, weights, scratch.key, scratch.value)
+
+
+def query_columns(tokens: Tokens) -> tuple[Array, Array]:
+    """Index and segment of the tile's pseudo-queries, int32 ``[rows, 1]``."""
+    return tile.as_column(tokens.query_index[0, 0, 0:1]), tile.as_column(tokens.query_index[0, 0, 1:2])
+
+
+def _kernel(spec: Spec, structure, *refs) -> None:
+    count = structure.num_leaves
+    tokens, weights = jax.tree.unflatten(structure, refs[:count])
+    out_ref, scratch = refs[count], Scratch(*refs[count + 1 :])
+    step = pl.program_id(1)
+
+    @pl.when(step == 0)
+    def _():
+        # What was never written is multiplied by weights of 0 and must be finite.
+        for ref in (scratch.key, scratch.value, scratch.query_base, scratch.key_base, scratch.value_base):
+            tile.zero(ref)
+
+    if spec.kind == "local":
+        tile.advance(spec, step, scratch.key, scratch.value)
+
+    @pl.when(step < spec.key_tiles)
+    def _():
+        arrive(spec, step, tokens, weights, scratch)
+
+    @pl.when(step >= spec.delay)
+    def _():
+        _attend(spec, step, tokens, weights, scratch, out_ref)
+
+
+def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: Scratch, out_ref) -> None:
+    tile.gather_base(
+        tokens.query, scratch.query_base, scratch.rows, tokens.query_rotation, spec.sources, spec.query_group,
+        spec.head_dim,
+    )  # fmt: skip
+    columns = query_columns(tokens)
+    if spec.kind == "local":
+        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
+    if spec.across_heads:
+        tile.zero(scratch.out)
+
+    def one_head(head):
+        kv = tile.kv_head(spec, head)
+        query = tile.pseudo_queries(spec, weights.query[head], scratch.query_base, weights.query_rotation)
+        if spec.kind == "local":
+            at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
+            scores, _ = tile.logits(spec, query, scratch.key[kv, at, :], scratch.bias[...])
+            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
+            scores = jnp.exp(scores - top)
+            over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
+            result = _values(spec, weights, head, scores, over, scratch.value[kv, at, :])
+        else:
+            result = _sweep(spec, step - spec.delay, tokens, weights, scratch, columns, head, kv, query)
+        if spec.across_heads:
+            size = spec.query_group * spec.pseudo
+            for i in range(spec.query_groups):
+                part = result[i * size : (i + 1) * size].astype(spec.dtype)
+                scratch.out[i] += tile.dot(spec, weights.collapse[head], part)
+        else:
+            scratch.out[head] = result
+
+    tile.for_each(spec.heads, one_head)
+    if spec.across_heads:
+        tile.scatter_base(scratch.out, out_ref, scratch.rows, None, spec.out_heads, spec.query_group, spec.value_dim)
+    else:
+        _write_heads(spec, scratch, out_ref)
+
+
+def _values(spec: Spec, weights: Weights, head, scores: Array, over: Array, value: Array) -> Array:
+    """Probabilities times values: per head collapsed first, ``[groups*unit, Hv]``; else ``[rows, Hv]``."""
+    if spec.across_heads:
+        return tile.dot(spec, scores.astype(spec.dtype), value) * over
+    scores = scores * (weights.collapse[head][:, 0:1] * over)
+    return tile.dot(spec, tile.per_unit(spec, scores).astype(spec.dtype), value)
+
+
+def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head, kv, query):
+    """Global: statistics over all visible chunks, then the result from the same scores."""
+    low, high = tile.chunk_range(spec, number)
+
+    def scores_of(j):
+        at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
+        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
+        return tile.logits(spec, query, scratch.key[kv, at, :], bias)[0], at
+
+    def statistics(j, carry):
+        top, total = carry
+        scores, _ = scores_of(j)
+        new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        return new, total * jnp.exp(top - new) + jnp.sum(jnp.exp(scores - new), axis=1, keepdims=True)
+
+    start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
+    top, total = lax.fori_loop(low, high, statistics, start)
+    over = tile.reciprocal(total)
+
+    def result(j, carry):
+        scores, at = scores_of(j)
+        return carry + _values(spec, weights, head, jnp.exp(scores - top), over, scratch.value[kv, at, :])
+
+    size = spec.rows if spec.across_heads else spec.query_groups * spec.unit
+    return lax.fori_loop(low, high, result, jnp.zeros((size, spec.value_dim), F32))
+
+
+def _write_heads(spec: Spec, scratch: Scratch, out_ref) -> None:
+    """Per head: adds up the parts of a unit that belong to one token and puts heads side by side."""
+    g = spec.query_group
+    for head in range(spec.heads):
+        for i in range(spec.query_groups):
+            parts = [
+                scratch.out[head, i * spec.unit + part * g : i * spec.unit + (part + 1) * g, :]
+                for part in range(spec.unit // g)
+            ]
+            scratch.rows[i * g : (i + 1) * g, : spec.value_dim] = functools.reduce(jnp.add, parts)
+        at = slice(head * spec.value_dim, (head + 1) * spec.value_dim)
+        out_ref[0, :, at] = scratch.rows[:, : spec.value_dim].astype(out_ref.dtype)

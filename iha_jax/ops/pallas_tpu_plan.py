@@ -1,0 +1,350 @@
+"""Tile sizes of the fused TPU kernels, with the reason for each number, and the account of their work and memory.
+
+Both kernels go through the tokens in tiles, one after the other, and keep the pseudo-keys and -values they made in
+on-chip memory. They differ in what is kept and how a tile of queries meets its keys:
+
+* ``"local"`` (windows): the last few tiles; all keys of a query tile are one chunk, so probabilities are final in one
+  pass.
+* ``"global"``: all keys of the sequence, a few heads at a time; queries sweep over chunks of them twice, once for the
+  softmax's statistics and once for its result, and skip the chunks that causality or a window exclude.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from iha_jax.ops.block_sizes import band_of
+from iha_jax.ops.types import Causal
+
+LANES = 128
+"""Width of a vector register and of the matrix unit (v5e, v5p)."""
+
+SUBLANES = 8
+"""Rows of a vector register of 32-bit numbers."""
+
+ROWS = 16
+"""Pseudo-rows come in multiples of this: two bfloat16 rows share a 32-bit sublane."""
+
+VMEM_BYTES = 50 * 2**20
+"""What a kernel may plan to use: v5p and v7x have 64 MiB of vector memory a core, v5e and v6e 128, and the compiler
+needs some of it for itself."""
+
+VMEM_LIMIT = 60 * 2**20
+"""What the compiler is allowed; its own default of 16 MiB is only a convention."""
+
+LOCAL_CHUNK = 2048
+"""Most pseudo-keys of a local tile: with 256 rows its scores take 2 MiB, each intermediate result as much again."""
+
+GLOBAL_CHUNK = 512
+"""Pseudo-keys of a chunk: its scores with 256 rows are half a MiB; larger ones waste more of the causal diagonal."""
+
+LOCAL_ROWS = 160
+"""Aim for the pseudo-queries of a narrow window's tile. A tile sees window + tile keys and wastes most of the
+second part, but the matrix unit spends as long loading 128 keys as multiplying them with 128 rows."""
+
+GLOBAL_ROWS = 256
+"""The same for wide windows and global layers, where a tile is small beside what it sees."""
+
+
+class DoesNotFit(Exception):
+    """A problem that the kernels cannot hold in on-chip memory; says which part is too large."""
+
+
+def round_up(x: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-x // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Everything static about a kernel call. Lengths in pseudo-rows unless said otherwise.
+
+    Attributes:
+      kind: ``"local"`` or ``"global"``.
+      batch: B.
+      query_tiles: tiles of queries.
+      key_tiles: tiles of keys.
+      tile: tokens of a tile.
+      pseudo: P.
+      query_group: tokens mixed by one product on the query side.
+      key_group: likewise on the key side.
+      chunk: pseudo-keys a query tile is multiplied with at once.
+      chunks: how many of them (local: 1).
+      history: local: pseudo-keys before the newest tile that a chunk reaches back to.
+      lag: tiles between the arrival of a key tile and the last query tile that sees it.
+      delay: tiles between the arrival of a query's own key tile and its turn.
+      slots: local: new tiles until the kept ones are moved back to the start of the buffer.
+      sources: query heads that are mixed (M).
+      key_sources: key/value heads that are mixed.
+      groups: in how many parts the heads are attended with, one after the other.
+      heads: query heads of a part.
+      kv_heads: key/value heads of a part.
+      head_dim: H, padded to whole registers.
+      value_dim: that of the values.
+      out_heads: output heads: ``heads``, or all of them with the across-heads collapse.
+      across_heads: the collapse.
+      distance: half-open range of allowed (query index - key index), None for no limit.
+      reach: how far keys can lie before and after a query by index, for skipping chunks, None for no limit.
+      scale: of the logits.
+      logits_soft_cap: cap, or None.
+      precision: of contractions of float32.
+      dtype: of inputs, pseudo-heads and outputs: float32 or bfloat16.
+    """
+
+    kind: Literal["local", "global"]
+    batch: int
+    query_tiles: int
+    key_tiles: int
+    tile: int
+    pseudo: int
+    query_group: int
+    key_group: int
+    chunk: int
+    chunks: int
+    history: int
+    lag: int
+    delay: int
+    slots: int
+    sources: int
+    key_sources: int
+    groups: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    out_heads: int
+    across_heads: bool
+    distance: tuple[int | None, int | None]
+    reach: tuple[int | None, int | None]
+    scale: float
+    logits_soft_cap: float | None
+    precision: jax.lax.PrecisionLike
+    dtype: str
+
+    @property
+    def out_dtype(self) -> str:
+        """Of the output: `dtype`, or float32 where it is a part of a sum."""
+        return "float32" if self.across_heads and self.groups > 1 else self.dtype
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Of the base heads' gradients: likewise, every part of the heads adds to them."""
+        return "float32" if self.groups > 1 else self.dtype
+
+    @property
+    def rows(self) -> int:
+        """Pseudo-queries (and new pseudo-keys) of a tile."""
+        return self.tile * self.pseudo
+
+    @property
+    def unit(self) -> int:
+        """Rows after which the tokens of a query group repeat: their number, or one register of several turns."""
+        return max(SUBLANES, self.query_group)
+
+    @property
+    def query_groups(self) -> int:
+        """Query groups of a tile."""
+        return self.tile // self.query_group
+
+    @property
+    def key_groups(self) -> int:
+        """Key groups of a tile."""
+        return self.tile // self.key_group
+
+    @property
+    def query_base(self) -> int:
+        """Base rows (source, token) of a query group, padded."""
+        return round_up(self.sources * self.query_group, ROWS)
+
+    @property
+    def key_base(self) -> int:
+        """Base rows (source, token) of a key group, padded."""
+        return round_up(self.key_sources * self.key_group, ROWS)
+
+    @property
+    def out_base(self) -> int:
+        """Rows (output head, token) of a query group, padded."""
+        return round_up(self.out_heads * self.query_group, ROWS)
+
+    @property
+    def buffer(self) -> int:
+        """Pseudo-keys of a head that are kept."""
+        if self.kind == "local":
+            return (self.lag + self.slots) * self.rows
+        return self.chunk * self.chunks
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of the forward pass: arrivals of key tiles and turns of query tiles."""
+        return self.query_tiles + self.delay
+
+    @property
+    def backward_steps(self) -> int:
+        """Grid steps until the gradient of the last key tile is complete."""
+        return max(self.steps, self.key_tiles + self.lag)
+
+    def vmem_bytes(self, backward: bool) -> int:
+        """An estimate from above of the on-chip memory a kernel uses."""
+        size = jnp.dtype(self.dtype).itemsize
+        both = self.head_dim + self.value_dim
+        kept = self.kv_heads * self.buffer * both * size
+        token = self.sources * self.head_dim + self.key_sources * both + self.out_heads * self.value_dim
+        lanes = round_up(max(self.query_base, self.key_base), LANES)
+        mixing = (self.heads + 2 * self.kv_heads) * self.rows // self.query_groups * lanes
+        if self.across_heads:
+            mixing += self.heads * self.out_base * lanes
+        else:
+            mixing += self.heads * self.rows * LANES
+        work = self.rows * (self.chunk * (8 if backward else 5) + 4 * both)
+        total = kept + 2 * self.tile * token * size + 3 * self.tile * token * 4 + 2 * mixing * size + 4 * work
+        total += 4 * 2 * self.chunk * SUBLANES * (1 if self.kind == "local" else self.chunks)
+        if backward:
+            total += self.kv_heads * self.buffer * both * 4 + 4 * self.tile * token * 4 + 4 * mixing * 4
+        return total
+
+
+def mixing_group(tile: int, heads: int, pseudo: int) -> int:
+    """Tokens mixed by one product, a power of two.
+
+    The product has ``group * heads`` terms, of which ``heads`` count: up to 128 the matrix unit does them for free,
+    and the ``group * P`` rows of the result must be whole registers in which the tokens repeat.
+    """
+    group = 1
+    while not (group * pseudo % ROWS == 0 and (group >= SUBLANES or pseudo % (SUBLANES // group) == 0)):
+        group *= 2
+    while group * 2 * heads <= LANES and tile % (group * 2) == 0 and group < 16:
+        group *= 2
+    return group
+
+
+def plan(
+    *,
+    batch: int,
+    query_len: int,
+    key_len: int,
+    sources: int,
+    key_sources: int,
+    head_dim: int,
+    value_dim: int,
+    pseudo: int,
+    causal: Causal,
+    window: int | None,
+    aligned: bool,
+    across_heads: bool,
+    scale: float,
+    logits_soft_cap: float | None,
+    precision: jax.lax.PrecisionLike,
+    dtype: str,
+) -> Spec:
+    """The kernel call that serves a problem; its heads may be a part of all, to be run one part after the other.
+
+    Raises:
+      DoesNotFit: if not even one key/value head's part fits on chip.
+    """
+    band = band_of(causal, window) if aligned else None
+    if band is not None and band.left >= key_len and (causal is not None or band.right >= query_len):
+        band = None  # the window reaches everything
+    spec = None
+    if band is not None:
+        wide = (band.left + band.right) * pseudo > 2 * LOCAL_ROWS
+        tile = _tile(GLOBAL_ROWS if wide else LOCAL_ROWS, query_len, pseudo)
+        spec = _local(tile, band.left, band.right, pseudo, causal, window)
+        if spec["chunk"] > LOCAL_CHUNK:
+            spec = None
+    if spec is None:
+        tile = _tile(GLOBAL_ROWS, query_len, pseudo)
+        spec = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band)
+    head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
+    limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
+    if limit is not None:
+        limit = min(limit, 2**31 - 1)
+    lower = 0 if causal is not None else (None if limit is None else 1 - limit)
+    candidates = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]
+    for kv_heads in candidates:
+        heads = kv_heads * (sources // key_sources)
+        found = Spec(
+            batch=batch,
+            query_tiles=-(-query_len // tile),
+            key_tiles=-(-key_len // tile),
+            tile=tile,
+            pseudo=pseudo,
+            query_group=mixing_group(tile, sources, pseudo),
+            key_group=mixing_group(tile, key_sources, pseudo),
+            sources=sources,
+            key_sources=key_sources,
+            groups=key_sources // kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            out_heads=sources if across_heads else heads,
+            across_heads=across_heads,
+            distance=(lower, limit),
+            scale=float(scale),
+            logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+            precision=precision,
+            dtype=dtype,
+            **spec,
+        )
+        if found.vmem_bytes(backward=True) <= VMEM_BYTES:
+            return found
+    raise DoesNotFit(
+        f"the pseudo-keys and -values of one head, S={key_len} tokens times P={pseudo}, and their gradients need "
+        f"{found.vmem_bytes(backward=True) / 2**20:.0f} MiB of on-chip memory, more than {VMEM_BYTES / 2**20:.0f} MiB"
+    )
+
+
+def _tile(rows: int, query_len: int, pseudo: int) -> int:
+    """Tokens of a tile: about so many rows, in multiples that every mixing group divides."""
+    step = SUBLANES if pseudo % 2 == 0 else ROWS
+    tile = step * max(1, rows // (step * pseudo))
+    tile = 1 << int(math.log2(tile))
+    while tile > step and tile // 2 >= query_len:
+        tile //= 2
+    return tile
+
+
+def _local(tile: int, left: int, right: int, pseudo: int, causal: Causal, window: int | None) -> dict:
+    rows = tile * pseudo
+    delay = -(-right // tile)
+    before = window * pseudo - 1 if causal == "virtual" and window is not None else left * pseudo
+    chunk = round_up(before + delay * rows + rows, LANES)
+    while (chunk - rows) % ROWS:
+        chunk += LANES
+    history = chunk - rows
+    lag = -(-history // rows)
+    return {
+        "kind": "local",
+        "chunk": chunk,
+        "chunks": 1,
+        "history": history,
+        "lag": lag,
+        "delay": delay,
+        "slots": max(lag, 1),
+        "reach": (None, None),
+    }
+
+
+def _global(tile: int, query_len: int, key_len: int, pseudo: int, causal: Causal, band) -> dict:
+    rows = tile * pseudo
+    query_tiles, key_tiles = -(-query_len // tile), -(-key_len // tile)
+    chunk = min(GLOBAL_CHUNK, round_up(key_tiles * rows, LANES))
+    left = None if band is None else band.left * pseudo
+    right = 0 if causal is not None else (None if band is None else band.right * pseudo)
+    if right is None:
+        delay = key_tiles - 1
+    else:
+        delay = min(-(-right // rows), key_tiles - 1)
+    return {
+        "kind": "global",
+        "chunk": chunk,
+        "chunks": -(-key_tiles * rows // chunk),
+        "history": 0,
+        "lag": delay + query_tiles - 1,
+        "delay": delay,
+        "slots": 1,
+        "reach": (left, right),
+    }

@@ -8,7 +8,9 @@ axes each name is split over; nothing else in the package mentions mesh axes. Wi
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,13 +125,10 @@ def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, p
     spec, explicit = current_spec(axes)
 
     def contract(*operands: Array) -> Array:
-        return jnp.einsum(
-            equation,
-            *operands,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=spec if explicit else None,
-        )
+        options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
+        if spec is None and len(operands) == 2:
+            return _matrix_product(equation, *operands, **options)
+        return jnp.einsum(equation, *operands, **options, out_sharding=spec if explicit else None)
 
     if preferred_element_type is None or all(x.dtype == preferred_element_type for x in operands):
         out = contract(*operands)
@@ -141,6 +140,30 @@ def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, p
             default=contract,
         )
     return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)
+
+
+def _matrix_product(equation: str, x: Array, weight: Array, **options: Any) -> Array:
+    """`jnp.einsum` of two operands, as a product of two matrices where it is one with axes grouped.
+
+    On CPUs the gradient of "btd,df->btf" by the weight is a contraction over two axes and a transposition, which
+    takes twice the time of the same product of matrices.
+    """
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    rows = "".join(axis for axis in left if axis in out)
+    inner = "".join(axis for axis in left if axis not in out)
+    columns = "".join(axis for axis in out if axis not in left)
+    if left != rows + inner or out != rows + columns or right not in (inner + columns, columns + inner):
+        return jnp.einsum(equation, x, weight, **options)
+    shape = x.shape[: len(rows)]
+    x = x.reshape(math.prod(shape), math.prod(x.shape[len(rows) :]))
+    if right == inner + columns:
+        shape += weight.shape[len(inner) :]
+        y = jnp.einsum("rk,kc->rc", x, weight.reshape(x.shape[1], -1), **options)
+    else:
+        shape += weight.shape[: len(columns)]
+        y = jnp.einsum("rk,ck->rc", x, weight.reshape(-1, x.shape[1]), **options)
+    return y.reshape(shape)
 
 
 def take(table: Array, index: Array, axes: LogicalAxes) -> Array:

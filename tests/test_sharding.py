@@ -66,3 +66,16 @@ def test_layers_keep_their_values_and_state_their_layout(explicit, dtype):
     chex.assert_trees_all_close(
         jax.device_get(logits), jax.device_get(expected), atol=1e-5 if dtype == jnp.float32 else 0.02
     )
+
+
+@pytest.mark.parametrize("equation", ["btd,dnh->btnh", "btnh,nhd->btd", "btd,vd->btv", "btd,df->btf", "btd,fd->bft"])
+def test_einsum_is_einsum_values_and_gradients(equation):
+    sizes = dict(b=2, t=3, d=5, n=7, h=11, f=13, v=17)
+    shapes = [tuple(sizes[axis] for axis in term) for term in equation.split("->")[0].split(",")]
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def through(einsum):
+        return jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(einsum(x, w))), argnums=(0, 1))(x, w)
+
+    ours = through(lambda x, w: sharding.einsum(equation, x, w, axes=(None,) * len(equation.split("->")[1])))
+    chex.assert_trees_all_close(ours, through(lambda x, w: jnp.einsum(equation, x, w)), rtol=1e-5, atol=1e-5)

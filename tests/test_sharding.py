@@ -70,7 +70,7 @@ def test_layers_keep_their_values_and_state_their_layout(explicit, dtype):
 
 @pytest.mark.parametrize("equation", ["btd,dnh->btnh", "btnh,nhd->btd", "btd,vd->btv", "btd,df->btf", "btd,fd->bft"])
 def test_einsum_is_einsum_values_and_gradients(equation):
-    sizes = dict(b=2, t=3, d=5, n=7, h=11, f=13, v=17)
+    sizes = {"b": 2, "t": 3, "d": 5, "n": 7, "h": 11, "f": 13, "v": 17}
     shapes = [tuple(sizes[axis] for axis in term) for term in equation.split("->")[0].split(",")]
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
 

@@ -21,13 +21,15 @@ from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.block_sizes import NarrowPlan, SlabPlan
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.rope import apply_rope, rope_tables
-from iha_jax.ops.tiles import LOG_SUM_EXP, TileSpec, mix_heads, tile_attention
+from iha_jax.ops.tiles import LOG_SUM_EXP, NEVER_SEEN, TileSpec, Visibility, mix_heads, tile_attention
 
 
 def blockwise(args: Arguments) -> Array:
     """Serves every argument of the contract."""
     plan, form = forms.choose(forms.Problem.of(args))
-    spec = TileSpec(form, args.scale, args.logits_soft_cap, args.precision, args.compute_dtype)
+    spec = TileSpec(
+        form, args.scale, args.logits_soft_cap, args.precision, args.compute_dtype, args.causal, args.window
+    )
     queries, keys, rotation = _prepare(args)
     if isinstance(plan, NarrowPlan):
         out = _narrow(args, queries, keys, rotation, plan, spec)
@@ -39,20 +41,20 @@ def blockwise(args: Arguments) -> Array:
 
 
 class Queries(NamedTuple):
-    """Base queries ``[z,t,m,h]`` rotated by their token's index; positions and ids ``[z|1,t]``."""
+    """Base queries ``[z,t,m,h]`` rotated by their token's index; mask indices ``[z|1,t,p]``; ids ``[z,t]`` or None."""
 
     heads: Array
-    position: Array
-    segment: Array
+    index: Array
+    segment: Array | None
 
 
 class Keys(NamedTuple):
-    """Base keys ``[z,s,m,h]`` rotated likewise, base values ``[z,s,m,d]``; positions and ids ``[z|1,s]``."""
+    """Base keys ``[z,s,m,h]`` rotated likewise, base values ``[z,s,m,d]``; mask indices ``[z|1,s,r]``; ids or None."""
 
     heads: Array
     value: Array
-    position: Array
-    segment: Array
+    index: Array
+    segment: Array | None
 
 
 Rotation = tuple[Array, Array] | None
@@ -62,7 +64,6 @@ Rotation = tuple[Array, Array] | None
 def _prepare(args: Arguments) -> tuple[Queries, Keys, Rotation]:
     """Rotates base heads; positions and ids get batch 1 where they are the same for every row."""
     rows = slice(1) if args.default_positions else slice(None)
-    ids = slice(None) if args.segmented else slice(1)
     query_position, key_position = args.query_positions[rows], args.key_positions[rows]
     query, key, rotation = args.query, args.key, None
     if args.rope is not None:
@@ -75,37 +76,18 @@ def _prepare(args: Arguments) -> tuple[Queries, Keys, Rotation]:
         key = apply_rope(key, *(table[:, :, None] for table in tables(key_position * step)))
         if args.rope.positions == "virtual" and pseudo > 1:
             rotation = tables(jnp.arange(pseudo, dtype=jnp.int32), with_factor=False)
+    pseudo = jnp.arange(args.num_pseudo_heads, dtype=jnp.int32)[None, None]
+
+    def index(position: Array) -> Array:
+        return masks.mask_index(position[:, :, None], pseudo, args.num_pseudo_heads, args.causal)
+
+    query_ids = args.query_segment_ids if args.segmented else None
+    key_ids = args.key_segment_ids if args.segmented else None
     return (
-        Queries(query, query_position, args.query_segment_ids[ids]),
-        Keys(key, args.value, key_position, args.key_segment_ids[ids]),
+        Queries(query, index(query_position), query_ids),
+        Keys(key, args.value, index(key_position), key_ids),
         rotation,
     )
-
-
-def _seen(args: Arguments, query_position: Array, query_id: Array, key_position: Array, key_id: Array) -> Array:
-    """Visibility ``[z|1, g, p, t, r, s]`` from positions and ids ``[z|1, g, t]`` and ``[z|1, g, s]``."""
-    pseudo = jnp.arange(args.num_pseudo_heads, dtype=jnp.int32)
-
-    def queries(x: Array) -> Array:
-        return x[:, :, None, :, None, None]
-
-    def keys(x: Array) -> Array:
-        return x[:, :, None, None, None, :]
-
-    seen = masks.same_segment(queries(query_id), keys(key_id))
-    by_position = masks.visible(
-        queries(query_position),
-        pseudo[None, None, :, None, None, None],
-        keys(key_position),
-        pseudo[None, None, None, None, :, None],
-        num_pseudo_heads=args.num_pseudo_heads,
-        causal=args.causal,
-        window=args.window,
-    )
-    if by_position is not None:
-        seen = seen & by_position
-    z, g, _, t, _, s = seen.shape
-    return jnp.broadcast_to(seen, (z, g, len(pseudo), t, len(pseudo), s))
 
 
 # ------------------------------------------------------------------------------------------------ narrow windows
@@ -122,7 +104,7 @@ def _narrow(
         x = _fit(x, 0, plan.padded)
         return jnp.moveaxis(x.reshape(x.shape[0], steps, group, tile, *x.shape[2:]), 1, 0)
 
-    def key_groups(x: Array) -> Array:
+    def key_groups(x: Array, fill: int = 0) -> Array:
         """Overlapping slabs of key tiles, one a step: base-sized; the overlap is left + right tiles a group.
 
         Put together from whole shifted copies, not from one slice a step: slices would be transposed into one
@@ -130,8 +112,8 @@ def _narrow(
         """
         width = group + plan.left + plan.right
         shifts = -(-width // group)
-        x = _fit(x, plan.left * tile, plan.padded + plan.right * tile)
-        x = _fit(x, 0, (steps + shifts) * group * tile)
+        x = _fit(x, plan.left * tile, plan.padded + plan.right * tile, fill)
+        x = _fit(x, 0, (steps + shifts) * group * tile, fill)
         x = x.reshape(x.shape[0], steps + shifts, group, tile, *x.shape[2:])
         parts = [x[:, i : i + steps, : min(group, width - i * group)] for i in range(shifts)]
         return jnp.moveaxis(jnp.concatenate(parts, axis=2), 1, 0)
@@ -140,9 +122,13 @@ def _narrow(
         """Each query tile's own keys: tiles i … i + left + right of the slab, joined along the token axis."""
         return jnp.concatenate([x[:, i : i + group] for i in range(plan.left + 1 + plan.right)], axis=axis)
 
-    def step(xs: tuple[Queries, Keys]) -> Array:
-        query, key = xs
-        query_heads, key_heads, value = query.heads, key.heads, key.value
+    # Banded outside the loop: inside it, XLA would work every band's index out again for every score.
+    key_index = jnp.swapaxes(jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.index, NEVER_SEEN)), 3, 4)
+    key_ids = None if keys.segment is None else jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.segment))
+
+    def step(xs: tuple[Queries, Array, Array, Array, Array | None]) -> Array:
+        query, key_heads, value, key_index, key_ids = xs
+        query_heads = query.heads
         if spec.form.scores == "pseudo":
             query_heads = mix_heads(query_heads, args.mixing.query, rotation, spec)
             key_heads = bands(mix_heads(key_heads, args.mixing.key, rotation, spec), axis=4)
@@ -152,10 +138,11 @@ def _narrow(
             value = bands(mix_heads(value, args.mixing.value, None, spec), axis=4)
         else:
             value = bands(value, axis=2)
-        seen = _seen(args, query.position, query.segment, bands(key.position, axis=2), bands(key.segment, axis=2))
-        return tile_attention(query_heads, key_heads, value, args.mixing, seen, spec)
+        visibility = Visibility(query.index, key_index, query.segment, key_ids)
+        return tile_attention(query_heads, key_heads, value, args.mixing, visibility, spec)
 
-    out = _map(step, (jax.tree.map(query_groups, queries), jax.tree.map(key_groups, keys)))  # [steps,z,g,t,n,d]
+    xs = (jax.tree.map(query_groups, queries), key_groups(keys.heads), key_groups(keys.value), key_index, key_ids)
+    out = _map(step, xs)  # [steps,z,g,t,n,d]
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(out.shape[0], plan.padded, *out.shape[4:])[:, :tokens]
 
@@ -184,8 +171,9 @@ def _wide(args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, pla
         x = _fit(x, 0, repeats * length)
         return jnp.moveaxis(x.reshape(x.shape[0], repeats, length, *x.shape[2:]), 1, 0)
 
-    # One after the other along the padded keys: padding has id 0 and is never seen.
-    padded = jax.tree.map(lambda x: _fit(x, -slab.key_start, (repeats - 1) * length + slab.key_stop), keys)
+    # One after the other along the padded keys.
+    reach = (-slab.key_start, (repeats - 1) * length + slab.key_stop)
+    padded = jax.tree.map(lambda x: _fit(x, *reach), keys)._replace(index=_fit(keys.index, *reach, NEVER_SEEN))
 
     def step(xs: tuple[Array, Queries]) -> Array:
         start, query = xs
@@ -222,15 +210,14 @@ def _head_groups(
     )
 
     def body(mixing: HeadMixing) -> list[Array]:
-        key_heads, value = keys.heads[:, None], keys.value[:, None]
-        if spec.form.scores == "pseudo":
-            key_heads = mix_heads(key_heads, mixing.key, rotation, spec)
-        if spec.form.values == "mixed":
-            value = mix_heads(value, mixing.value, None, spec)
-        return [
-            _query_tiles(args, queries, stop, keys, key_heads, value, mixing, rotation, plan.tile, spec)
-            for queries, stop in parts
-        ]
+        # Keys are mixed once, in the segments that successive parts add; a part joins those it sees. (Slices of
+        # one mixed array would be transposed into padded arrays of full length, one a part.)
+        starts = [0, *(stop for _, stop in parts[:-1])]
+        segments, outputs = [], []
+        for start, (queries, stop) in zip(starts, parts, strict=True):
+            segments.append(_mix_keys(jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], keys), mixing, rotation, spec))
+            outputs.append(_query_tiles(args, queries, _join(segments, spec), mixing, rotation, plan.tile, spec))
+        return outputs
 
     if mixing.collapse.ndim == 2:
         out = _map(body, grouped)  # [groups,z,t,n,d]
@@ -246,26 +233,44 @@ def _head_groups(
     return jax.lax.scan(step, zeros, grouped)[0]
 
 
+def _mix_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Keys:
+    """What `tile_attention` takes: keys and values mixed where the form wants it, a tile axis, P before tokens."""
+    heads, value = keys.heads[:, None], keys.value[:, None]
+    if spec.form.scores == "pseudo":
+        heads = mix_heads(heads, mixing.key, rotation, spec)
+    if spec.form.values == "mixed":
+        value = mix_heads(value, mixing.value, None, spec)
+    segment = None if keys.segment is None else keys.segment[:, None]
+    return Keys(heads, value, jnp.swapaxes(keys.index[:, None], 2, 3), segment)
+
+
+def _join(segments: list[Keys], spec: TileSpec) -> Keys:
+    """Mixed keys one behind the other along their token axes."""
+    axes = Keys(
+        heads=4 if spec.form.scores == "pseudo" else 2,
+        value=4 if spec.form.values == "mixed" else 2,
+        index=3,
+        segment=2,
+    )
+    joined = (
+        None if parts[0] is None else jnp.concatenate(parts, axis=axis)
+        for parts, axis in zip(zip(*segments, strict=True), axes, strict=True)
+    )
+    return Keys(*joined)
+
+
 def _query_tiles(
     args: Arguments,
     queries: Queries,
-    num_keys: int,
     keys: Keys,
-    key_heads: Array,
-    value: Array,
     mixing: HeadMixing,
     rotation: Rotation,
     tile: int,
     spec: TileSpec,
 ) -> Array:
-    """Tiles of queries against the first ``num_keys`` keys: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
+    """Tiles of queries against all the mixed keys given: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
     tokens = queries.heads.shape[1]
     tiles = -(-tokens // tile)
-    key_axis = 4 if spec.form.scores == "pseudo" else 2
-    value_axis = 4 if spec.form.values == "mixed" else 2
-    key_heads = jax.lax.slice_in_dim(key_heads, 0, num_keys, axis=key_axis)
-    value = jax.lax.slice_in_dim(value, 0, num_keys, axis=value_axis)
-    key_position, key_id = keys.position[:, None, :num_keys], keys.segment[:, None, :num_keys]
 
     def split(x: Array) -> Array:
         x = _fit(x, 0, tiles * tile)
@@ -275,8 +280,8 @@ def _query_tiles(
         heads = query.heads
         if spec.form.scores == "pseudo":
             heads = mix_heads(heads, mixing.query, rotation, spec)
-        seen = _seen(args, query.position, query.segment, key_position, key_id)
-        return tile_attention(heads, key_heads, value, mixing, seen, spec)[:, 0]
+        visibility = Visibility(query.index, keys.index, query.segment, keys.segment)
+        return tile_attention(heads, keys.heads, keys.value, mixing, visibility, spec)[:, 0]
 
     out = jnp.moveaxis(_map(step, jax.tree.map(split, queries)), 0, 1)  # [z,tiles,t,n,d]
     return out.reshape(out.shape[0], tiles * tile, *out.shape[3:])[:, :tokens]
@@ -303,8 +308,8 @@ def _map(step: Callable[[X], Y], xs: X) -> Y:
     return jax.lax.map(_checkpoint(step, in_loop=True), xs)
 
 
-def _fit(x: Array, before: int, after: int) -> Array:
-    """Axis 1 padded with ``before`` zeros and cut or padded to ``after`` entries behind them."""
+def _fit(x: Array, before: int, after: int, fill: int = 0) -> Array:
+    """Axis 1 padded with ``before`` entries and cut or padded to ``after`` entries behind them."""
     x = x[:, :after]
     width = [(0, 0), (before, after - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, width)
+    return jnp.pad(x, width, constant_values=fill)

@@ -65,17 +65,24 @@ class Product:
       outputs: elements of its result.
       terms: length of its sums.
       recomputed: whether the backward pass needs its result again.
+      gradients: products that the backward pass makes of it, each of its size: one per operand.
     """
 
     name: str
     outputs: int
     terms: int
     recomputed: bool = True
+    gradients: int = 2
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Multiplications and additions of the forward pass."""
         return 2 * self.outputs * self.terms
+
+    @property
+    def training_flops(self) -> int:
+        """The same of forward and backward pass, recomputation included."""
+        return self.flops * (1 + self.recomputed + self.gradients)
 
 
 def choose(problem: Problem) -> tuple[NarrowPlan | SlabPlan, Form]:
@@ -159,7 +166,8 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     if form.values == "mixed":
         result.append(Product("mix values", mixed_keys * k * p * d, k))
     if not problem.across_heads:
-        # The collapse itself is a weighted sum fused into the softmax, no product.
+        if form.scores == "pseudo":  # a weighted sum of P rows; elsewhere, and backward, fused into the softmax
+            result.append(Product("collapse", pairs * n * p, p, gradients=0))
         if form.values == "mixed":
             result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
         else:

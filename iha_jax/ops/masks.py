@@ -6,6 +6,44 @@ from jaxtyping import Array, Bool, Int
 from iha_jax.ops.types import Causal
 
 
+def mask_index(position: Int[Array, "..."], pseudo: Int[Array, "..."], num_pseudo_heads: int, causal: Causal) -> Array:
+    """The index that visibility compares: the virtual one ``n*P + p`` under virtual causality, else the position.
+
+    It may wrap around; differences of indices are right all the same where they fit int32.
+    """
+    if causal == "virtual":
+        return position * num_pseudo_heads + pseudo
+    return position + jnp.zeros_like(pseudo)
+
+
+def visible_by_index(
+    query_index: Int[Array, "..."],
+    key_index: Int[Array, "..."],
+    *,
+    num_pseudo_heads: int,
+    causal: Causal,
+    window: int | None,
+) -> Bool[Array, "..."] | None:
+    """Visibility from indices of `mask_index` (`design.md`, functional contract); None where all is visible.
+
+    * ``causal="virtual"``: the key's virtual index must not exceed the query's; with a window W the virtual
+      distance must be below ``W*P``.
+    * ``causal="token"``: the key's position must not exceed the query's; with a window the distance is below W.
+    * ``causal=None``: with a window the absolute token distance is below W.
+    """
+    if causal is None and window is None:
+        return None
+    distance = query_index - key_index
+    # A window beyond every distance is no window, and must not overflow int32 either.
+    limit = None if window is None else min(window, 2**31 - 1)
+    if causal is None:
+        return jnp.abs(distance) < limit
+    if causal == "virtual" and window is not None:
+        limit = min(window, 2**30 // num_pseudo_heads) * num_pseudo_heads
+    seen = distance >= 0
+    return seen if limit is None else seen & (distance < limit)
+
+
 def visible(
     query_position: Int[Array, "..."],
     query_pseudo: Int[Array, "..."],
@@ -16,28 +54,14 @@ def visible(
     causal: Causal,
     window: int | None,
 ) -> Bool[Array, "..."] | None:
-    """Visibility by position (`design.md`, functional contract); None where everything is visible.
-
-    The arguments are integer arrays of equal rank that broadcast to the result. Differences of positions are
-    taken before anything is multiplied by P, so positions may use the whole int32 range that P allows.
-
-    * ``causal="virtual"``: the key's virtual index ``n*P + p`` must not exceed the query's; with a window W the
-      virtual distance must be below ``W*P``.
-    * ``causal="token"``: the key's position must not exceed the query's; with a window the distance is below W.
-    * ``causal=None``: with a window the absolute token distance is below W.
-    """
-    if causal is None and window is None:
-        return None
-    distance = query_position - key_position
-    # A window beyond every distance is no window, and must not overflow int32 either.
-    limit = None if window is None else min(window, 2**31 - 1)
-    if causal is None:
-        return jnp.abs(distance) < limit
-    if causal == "virtual":
-        distance = distance * num_pseudo_heads + (query_pseudo - key_pseudo)
-        limit = None if window is None else min(window, 2**30 // num_pseudo_heads) * num_pseudo_heads
-    seen = distance >= 0
-    return seen if limit is None else seen & (distance < limit)
+    """`visible_by_index` from positions and pseudo-heads, integer arrays that broadcast to the result."""
+    return visible_by_index(
+        mask_index(query_position, query_pseudo, num_pseudo_heads, causal),
+        mask_index(key_position, key_pseudo, num_pseudo_heads, causal),
+        num_pseudo_heads=num_pseudo_heads,
+        causal=causal,
+        window=window,
+    )
 
 
 def same_segment(query_id: Int[Array, "..."], key_id: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -16,14 +16,16 @@ h head dimension of queries and keys, d that of values, o output head.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike
 
+from iha_jax.ops import masks
 from iha_jax.ops.mixing import HeadMixing
+from iha_jax.ops.types import Causal
 
 LOG_SUM_EXP = "iha_log_sum_exp"
 """Name of the one residual a checkpointed tile keeps: a float per pseudo-query, 1/H of its pseudo-heads."""
@@ -46,6 +48,8 @@ class TileSpec:
     logits_soft_cap: float | None
     precision: jax.lax.PrecisionLike
     compute_dtype: DTypeLike
+    causal: Causal
+    window: int | None
 
     def dot(self, spec: str, a: Array, b: Array) -> Array:
         """An einsum accumulated and returned in the compute dtype."""
@@ -79,8 +83,28 @@ def _per_tile(weights: Array, x: Array, spec: TileSpec) -> Array:
     return jnp.broadcast_to(weights.astype(spec.compute_dtype)[None, None], (*x.shape[:2], *weights.shape))
 
 
+class Visibility(NamedTuple):
+    """What the mask of a tile is made of: small arrays, so that no index arithmetic is left for every score.
+
+    Attributes:
+      query_index: `masks.mask_index` of pseudo-queries, ``[z|1, g, t, p]``.
+      key_index: likewise of pseudo-keys, ``[z|1, g, r, s]``; `NEVER_SEEN` for padding.
+      query_segment: ``[z, g, t]``, or None without segments.
+      key_segment: ``[z, g, s]``, or None.
+    """
+
+    query_index: Array
+    key_index: Array
+    query_segment: Array | None
+    key_segment: Array | None
+
+
+NEVER_SEEN = 2**31 - 1
+"""Index of a padded key: later than every query and beyond every window."""
+
+
 def tile_attention(
-    query: Array, key: Array, value: Array, mixing: HeadMixing, seen: Array | None, spec: TileSpec
+    query: Array, key: Array, value: Array, mixing: HeadMixing, visibility: Visibility, spec: TileSpec
 ) -> Array:
     """Attention of one tile, or of several side by side on axis g.
 
@@ -90,7 +114,7 @@ def tile_attention(
       value: pseudo-values ``[z,g,k,r,s,d]``, or base values ``[z,g,s,m,d]`` for base values.
       mixing: its heads may be a group of all heads: query ``[m,n,p]``, key and value ``[m,k,r]``, collapse
         ``[n,p]`` or ``[o,n,p]``.
-      seen: bool ``[z|1, g|1, p, t, r, s]``, or None if every key is visible.
+      visibility: which keys are seen.
       spec: static description.
 
     Returns:
@@ -99,20 +123,15 @@ def tile_attention(
     """
     pseudo = mixing.num_pseudo_heads
     if spec.form.scores == "pseudo":
-        logits = _scores_from_pseudo(query, key, spec)  # [z,g,n,p,t,(r s)]
-        keys_axis = (-1,)
-        if seen is not None:
-            seen = seen.reshape(*seen.shape[:4], -1)
+        logits, keys_axis = _scores_from_pseudo(query, key, spec), (5,)  # [z,g,n,t,p,(r s)]
     else:
-        logits = _scores_from_base(query, key, mixing, spec)  # [z,g,n,p,r,t,s]
-        keys_axis = (4, 6)
-        if seen is not None:
-            seen = jnp.swapaxes(seen, 3, 4)
+        logits, keys_axis = _scores_from_base(query, key, mixing, spec), (4, 6)  # [z,g,n,p,r,t,s]
     logits = logits * spec.scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    seen = _seen(visibility, pseudo, spec)
     if seen is not None:
-        logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+        logits = jnp.where(seen, logits, -jnp.inf)
     log_sum = _log_sum_exp(jax.lax.stop_gradient(logits), keys_axis)
     log_sum = checkpoint_name(log_sum, LOG_SUM_EXP)
 
@@ -123,12 +142,35 @@ def tile_attention(
     return _values_across_heads(_split_keys(weights, pseudo, spec), value, mixing, spec)
 
 
+def _seen(visibility: Visibility, pseudo: int, spec: TileSpec) -> Array | None:
+    """Visibility in the layout of the scores, 1 on the head axis; None if every key is visible."""
+    by_row, by_key, row_ids, key_ids = visibility
+    if spec.form.scores == "pseudo":
+        rows = by_row[:, :, None, :, :, None]
+        keys = by_key.reshape(*by_key.shape[:2], 1, 1, 1, -1)
+    else:
+        rows = jnp.swapaxes(by_row, 2, 3)[:, :, None, :, None, :, None]
+        keys = by_key[:, :, None, None, :, None, :]
+    seen = masks.visible_by_index(rows, keys, num_pseudo_heads=pseudo, causal=spec.causal, window=spec.window)
+    if row_ids is None or key_ids is None:
+        return seen
+    if spec.form.scores == "pseudo":
+        z, g, s = key_ids.shape
+        key_ids = jnp.broadcast_to(key_ids[:, :, None], (z, g, pseudo, s)).reshape(z, g, 1, 1, 1, -1)
+        same = masks.same_segment(row_ids[:, :, None, :, None, None], key_ids)
+    else:
+        same = masks.same_segment(row_ids[:, :, None, None, None, :, None], key_ids[:, :, None, None, None, None])
+    return same if seen is None else seen & same
+
+
 def _scores_from_pseudo(query: Array, key: Array, spec: TileSpec) -> Array:
     z, g, n, p, t, h = query.shape
     kv_heads, r, s = key.shape[2:5]
-    query = query.reshape(z, g, kv_heads, (n // kv_heads) * p * t, h)
+    # Natural order of rows, (t, p): the collapse is then a product with P adjacent rows, which XLA's CPU runs ten
+    # times as fast as a sum over P distant ones.
+    query = jnp.swapaxes(query, 3, 4).reshape(z, g, kv_heads, (n // kv_heads) * t * p, h)
     key = key.reshape(*key.shape[:3], r * s, h)
-    return spec.dot("zgkqh,zgkjh->zgkqj", query, key).reshape(z, g, n, p, t, r * s)
+    return spec.dot("zgkqh,zgkjh->zgkqj", query, key).reshape(z, g, n, t, p, r * s)
 
 
 def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
@@ -143,7 +185,7 @@ def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSp
 
 
 def _split_keys(weights: Array, pseudo: int, spec: TileSpec) -> Array:
-    """Gives the key axis of pseudo scores its two parts: ``[..., t, (r s)]`` -> ``[..., t, r, s]``."""
+    """Gives the key axis of pseudo scores its two parts: ``[..., (r s)]`` -> ``[..., r, s]``."""
     if spec.form.scores == "base":
         return weights
     return weights.reshape(*weights.shape[:-1], pseudo, weights.shape[-1] // pseudo)
@@ -164,18 +206,18 @@ def _values_per_head(weights: Array, value: Array, mixing: HeadMixing, spec: Til
 
 
 def _values_across_heads(weights: Array, value: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
-    """Probabilities ``[z,g,n,p,t,r,s]`` (base scores: ``[z,g,n,p,r,t,s]``) times values -> ``[z,g,t,o,d]``."""
-    order = "trs" if spec.form.scores == "pseudo" else "rts"
+    """Probabilities ``[z,g,n,t,p,r,s]`` (base scores: ``[z,g,n,p,r,t,s]``) times values -> ``[z,g,t,o,d]``."""
+    rows, order = ("tprs", "trs") if spec.form.scores == "pseudo" else ("prts", "rts")
     z, g, n = weights.shape[:3]
     kv_heads = mixing.num_kv_heads
     weights = weights.reshape(z, g, kv_heads, n // kv_heads, *weights.shape[3:])
     out_heads, _, pseudo = mixing.collapse.shape
     collapse = mixing.collapse.astype(spec.compute_dtype).reshape(out_heads, kv_heads, n // kv_heads, pseudo)
     if spec.form.values == "mixed":
-        pseudo_out = spec.dot(f"zgkxp{order},zgkrsd->zgkxptd", weights.astype(value.dtype), value)
+        pseudo_out = spec.dot(f"zgkx{rows},zgkrsd->zgkxptd", weights.astype(value.dtype), value)
         return spec.dot("okxp,zgkxptd->zgtod", collapse, pseudo_out)
     # Heads that share a key/value head share its value mixing: sum over them before the next contraction.
-    collapsed = spec.dot(f"okxp,zgkxp{order}->zgok{order}", collapse, weights)
+    collapsed = spec.dot(f"okxp,zgkx{rows}->zgok{order}", collapse, weights)
     by_source = spec.dot(f"zgok{order},mkr->zgotms", collapsed, mixing.value.astype(spec.compute_dtype))
     return spec.dot("zgotms,zgsmd->zgtod", by_source.astype(value.dtype), value)
 
@@ -206,11 +248,15 @@ def _probabilities_jvp(axis, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _collapsed_probabilities(logits: Array, log_sum: Array, collapse: Array, axis: tuple[int, ...]) -> Array:
-    """``Σ_p R[n,p] softmax(logits)[…,n,p,…]``: the pseudo axis (3) is gone from the result."""
-    del axis
+    """``Σ_p R[n,p] softmax(logits)``: ``[z,g,n,t,p,j] -> [z,g,n,t,j]`` or ``[z,g,n,p,r,t,s] -> [z,g,n,r,t,s]``."""
     weights = jnp.exp(logits - log_sum)
+    if len(axis) == 1:
+        z, g, n, t, p, _ = weights.shape
+        rows = jnp.broadcast_to(collapse[None, None, :, None, None], (z, g, n, t, 1, p))
+        # The collapse is float32 by contract, also where the default precision of products is lower.
+        return jnp.matmul(rows, weights, precision="highest")[:, :, :, :, 0]
     # A sum over a non-minor axis written as P fused additions: XLA's CPU reduction took five times as long.
-    scaled = weights * _over_rows(collapse, logits.ndim)
+    scaled = weights * _over_rows(collapse, axis)
     return functools.reduce(jnp.add, (scaled[:, :, :, p] for p in range(collapse.shape[-1])))
 
 
@@ -219,15 +265,16 @@ def _collapsed_probabilities_jvp(axis, primals, tangents):
     logits, log_sum, collapse = primals
     d_logits, _, d_collapse = tangents
     weights = _probabilities(logits, log_sum, axis)  # by its own rule, for second derivatives
-    rows = _over_rows(collapse, logits.ndim)
+    rows = _over_rows(collapse, axis)
     # Everything but d_logits itself enters through one number per pseudo-query, so that the transposed rule
     # needs a single reduction over the scores, shared by the gradients of logits and collapse.
     mean = jnp.sum(weights * d_logits, axis=axis, keepdims=True)
-    per_row = _over_rows(d_collapse, logits.ndim) - rows * mean
+    per_row = _over_rows(d_collapse, axis) - rows * mean
     out = _collapsed_probabilities(logits, log_sum, collapse, axis)
-    return out, jnp.sum(weights * (rows * d_logits + per_row), axis=3)
+    return out, jnp.sum(weights * (rows * d_logits + per_row), axis=4 if len(axis) == 1 else 3)
 
 
-def _over_rows(collapse: Array, ndim: int) -> Array:
-    """``[n,p]`` placed on axes 2 and 3 of an array of ``ndim`` axes."""
-    return collapse.reshape(1, 1, *collapse.shape, *([1] * (ndim - 4)))
+def _over_rows(collapse: Array, axis: tuple[int, ...]) -> Array:
+    """``[n,p]`` broadcast against scores ``[z,g,n,t,p,j]`` (one key axis) or ``[z,g,n,p,r,t,s]`` (two)."""
+    n, p = collapse.shape
+    return collapse.reshape((1, 1, n, 1, p, 1) if len(axis) == 1 else (1, 1, n, p, 1, 1, 1))

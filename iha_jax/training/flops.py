@@ -175,14 +175,13 @@ def model_flops(config: ModelConfig, kind: AttentionKind, tokens: int) -> ModelF
 
 def _layer(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> LayerAccount:
     model = model_flops(config, kind, tokens)
-    core, core_last, core_recomputed = _executed_core(config, kind, batch, tokens)
+    core_forward, core_training = _executed_core(config, kind, batch, tokens)
     dense = model.projections + model.mlp
-    forward = dense + core + core_last
-    training = 3 * forward + core_recomputed
+    forward, training = dense + core_forward, 3 * dense + core_training
     if config.remat != "none":
         # The block is run once more, but what only its output needs is not: the last matrix of the MLP.
         last_matrix = model.mlp // _mlp_matrices(config)
-        training += core + core_last + (dense - last_matrix if config.remat == "full" else 0)
+        training += core_forward + (dense - last_matrix if config.remat == "full" else 0)
     return LayerAccount(
         kind=kind,
         layers=config.layer_kinds.count(kind),
@@ -193,23 +192,17 @@ def _layer(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) ->
     )
 
 
-def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> tuple[float, float, float]:
-    """FLOPs per sequence of the attention between the projections.
-
-    Returns:
-      Those of the forward pass but for products that no gradient needs; those products; and what the attention's
-      own backward pass recomputes.
-    """
+def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> tuple[float, float]:
+    """FLOPs per sequence of the attention between the projections: of the forward pass, and of both passes."""
     n, h = config.num_heads, config.dim_per_head
     if kind != "iha":
         pairs, recomputed = computed_pairs(batch, n, tokens, True, config.window(kind))
         product = 2 * pairs * n * h
-        return product, product, product if recomputed else 0
+        return 2 * product, (6 + recomputed) * product
     if config.iha.implementation == "reference":
-        p = config.pseudo_heads
         exact = model_flops(config, kind, tokens)
-        product = 2 * (tokens * p) ** 2 * n * h
-        return exact.mixing + 2 * product, exact.collapse, 0
+        forward = exact.mixing + exact.collapse + 2 * 2 * (tokens * config.pseudo_heads) ** 2 * n * h
+        return forward, 3 * forward
     problem = forms.Problem(
         batch=batch,
         query_len=tokens,
@@ -228,8 +221,7 @@ def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens:
         aligned=True,
     )
     products = forms.products(problem, *forms.choose(problem))
-    needed = sum(product.flops for product in products if product.recomputed) / batch
-    return needed, sum(product.flops for product in products if not product.recomputed) / batch, needed
+    return sum(p.flops for p in products) / batch, sum(p.training_flops for p in products) / batch
 
 
 def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:

@@ -7,6 +7,7 @@ pseudo-queries of a token, and one number for each of them serves both the softm
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,9 +33,9 @@ class Extra(NamedTuple):
     key: Any  # [B, S, L*H], the tile that arrived `lag` steps ago
     value: Any  # [B, S, L*Hv]
     key_rotation: Any  # Rotation or None
-    query_t: Any  # [n, M*g, P*g]
-    key_t: Any  # [k, L*g, g*P]
-    value_t: Any  # [k, L*g, g*P]
+    query_t: Any  # [M*g, n*P*g]
+    key_t: Any  # [L*g, k*g*P]
+    value_t: Any  # [L*g, k*g*P]
     collapse_t: Any  # across heads [n, P*g, N*g], else None
 
 
@@ -55,6 +56,7 @@ class Scratch(NamedTuple):
 
     key: Any  # [k, buffer, H]
     value: Any  # [k, buffer, Hv]
+    query: Any  # [n, rows, H] pseudo-queries of the tile, then their gradients
     query_base: Any  # float32 [query groups, M*g, H]
     key_base: Any  # float32 [key groups, L*g, H]
     value_base: Any  # float32 [key groups, L*g, Hv]
@@ -66,6 +68,7 @@ class Scratch(NamedTuple):
     d_value_base: Any  # float32 [key groups, L*g, Hv]
     d_out: Any  # per head [n, groups*unit, Hv], across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
+    unmixed: Any  # [k, rows, max(H, Hv)], gradients of a departing tile's pseudo-heads before their rotation
 
 
 def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
@@ -75,11 +78,11 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
       Gradients of `Tokens.query`, `key` and `value`, and those of the four matrices of `Weights` (float32).
     """
     weights = fwd.in_dtype(spec, weights)
-    turn = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+    turn = lambda x: x.transpose(2, 0, 1).reshape(x.shape[2], -1)  # noqa: E731
     extra = Extra(
         d_out, tokens.key, tokens.value, tokens.key_rotation,
         turn(weights.query), turn(weights.key), turn(weights.value),
-        turn(weights.collapse) if spec.across_heads else None,
+        jnp.swapaxes(weights.collapse, 1, 2) if spec.across_heads else None,
     )  # fmt: skip
     arrays, structure = jax.tree.flatten((tokens, weights, extra))
     in_specs = jax.tree.leaves((fwd.input_specs(spec, tokens, weights), _extra_specs(spec, extra)))
@@ -115,6 +118,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
         pltpu.VMEM(d_rows, F32),
         pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
+        pltpu.VMEM((spec.kv_heads, spec.rows, max(h, v)), jnp.dtype(spec.dtype)),
     ]
     found = pl.pallas_call(
         functools.partial(_kernel, spec, structure),
@@ -142,19 +146,16 @@ def _extra_specs(spec: Spec, extra: Extra) -> Extra:
             (1, spec.tile, x.shape[2]), lambda b, s: (0 if one else b, fwd.key_tile(spec, s, spec.lag), 0)
         )
 
-    def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda b, s: (0, 0, 0))
-
     lanes = extra.d_out.shape[2]
     return Extra(
         pl.BlockSpec((1, spec.tile, lanes), lambda b, s: (b, fwd.query_tile(spec, s), 0)),
         departing(extra.key),
         departing(extra.value),
         jax.tree.map(departing, extra.key_rotation),
-        whole(extra.query_t),
-        whole(extra.key_t),
-        whole(extra.value_t),
-        None if extra.collapse_t is None else whole(extra.collapse_t),
+        fwd.whole(extra.query_t),
+        fwd.whole(extra.key_t),
+        fwd.whole(extra.value_t),
+        None if extra.collapse_t is None else fwd.whole(extra.collapse_t),
     )
 
 
@@ -209,28 +210,24 @@ def _attend(
     spec: Spec, step: Array, tokens: Tokens, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs
 ) -> None:
     g = spec.query_group
-    tile.gather_base(
-        tokens.query, scratch.query_base, scratch.rows, tokens.query_rotation, spec.sources, g, spec.head_dim
-    )
+    fwd.take_turn(spec, tokens, weights, scratch)
     if spec.across_heads:
         tile.gather_base(extra.d_out, scratch.d_out, scratch.rows, None, spec.out_heads, g, spec.value_dim)
     else:
         _gather_units(spec, extra.d_out, scratch)
-    tile.zero(scratch.d_query_base)
     columns = fwd.query_columns(tokens)
     if spec.kind == "local":
         scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
+    size = g * spec.pseudo
 
     def one_head(head):
-        kv = tile.kv_head(spec, head)
-        query = tile.pseudo_queries(spec, weights.query[head], scratch.query_base, weights.query_rotation)
-        chain = _Head(spec, head, kv, query, weights, extra, scratch)
+        chain = _Head(spec, head, weights, extra, scratch)
         if spec.kind == "local":
             at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
-            scores, slope = tile.logits(spec, query, scratch.key[kv, at, :], scratch.bias[...])
+            scores, slope = tile.logits(spec, chain.query, scratch.key[chain.kv, at, :], scratch.bias[...])
             d_probabilities = chain.d_probabilities(at)
             top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            weight = jnp.exp(scores - top)
+            weight = jnp.exp2(scores - top)
             over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True))
             product = chain.times(weight, d_probabilities)
             mean = jnp.sum(product, axis=1, keepdims=True) * over
@@ -240,29 +237,28 @@ def _attend(
         if pseudo_out is None:
             lane = lax.broadcasted_iota(jnp.int32, out.collapse.shape[1:], 1)
             out.collapse[head] += jnp.where(lane == 0, jnp.broadcast_to(mean, lane.shape), 0.0)
-        size = g * spec.pseudo
         for i in range(spec.query_groups):
             part = slice(i * size, (i + 1) * size)
             if pseudo_out is not None:
                 d_rows = scratch.d_out[i].astype(spec.dtype)
                 out.collapse[head] += tile.dot(spec, d_rows, pseudo_out[part].astype(spec.dtype), (1, 1))
-            d_mixed = d_query[part] * tile.score_scale(spec)
-            _unmix(
-                spec, d_mixed, weights.query_rotation, extra.query_t[head], scratch.query_base[i],
-                scratch.d_query_base, i, out.mix_query, head,
-            )  # fmt: skip
+            d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
+            scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
 
     tile.for_each(spec.heads, one_head)
-    tile.scatter_base(
-        scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, spec.head_dim
+    h = spec.head_dim
+    tile.unmix_heads(
+        spec, scratch.query, size, h, extra.query_t, scratch.query_base, scratch.d_query_base, out.mix_query
     )
+    tile.scatter_base(scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, h)
 
 
 class _Head:
     """One head's part of the chain rule for a query tile, for one chunk of keys at a time."""
 
-    def __init__(self, spec, head, kv, query, weights, extra, scratch):
-        self.spec, self.kv, self.query, self.scratch = spec, kv, query, scratch
+    def __init__(self, spec, head, weights, extra, scratch):
+        self.spec, self.kv, self.scratch = spec, tile.kv_head(spec, head), scratch
+        self.query = scratch.query[head]
         if spec.across_heads:
             groups = [
                 tile.dot(spec, extra.collapse_t[head], scratch.d_out[i].astype(spec.dtype))
@@ -271,7 +267,7 @@ class _Head:
             self.collapse = None
             self.d_out = jnp.concatenate(groups, axis=0).astype(spec.dtype)  # [rows, Hv]
         else:
-            self.collapse = weights.collapse[head][:, 0:1]
+            self.collapse = weights.collapse[head]  # [rows, 128]
             self.d_out = scratch.d_out[head].astype(spec.dtype)  # [groups*unit, Hv]
 
     def d_probabilities(self, at) -> Array:
@@ -305,7 +301,10 @@ class _Head:
             probabilities = (weight * over).astype(spec.dtype)
             pseudo_out = tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
         else:
-            probabilities = tile.per_unit(spec, weight * factor).astype(spec.dtype)
+            probabilities = tile.per_unit(spec, weight * tile.over_lanes(factor, spec.chunk)).astype(spec.dtype)
+        factor = factor * math.log(2)
+        if self.collapse is not None:
+            factor = tile.over_lanes(factor, spec.chunk)
         d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
@@ -328,7 +327,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, scratch: Scratch, columns,
         top, total, mean = carry
         _, scores, _, d_probabilities = chunk(j)
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        weight, shrink = jnp.exp(scores - new), jnp.exp(top - new)
+        weight, shrink = jnp.exp2(scores - new), jnp.exp2(top - new)
         product = chain.times(weight, d_probabilities)
         total = total * shrink + jnp.sum(weight, axis=1, keepdims=True)
         return new, total, mean * shrink + jnp.sum(product, axis=1, keepdims=True)
@@ -341,7 +340,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, scratch: Scratch, columns,
 
     def gradients(j, carry):
         at, scores, slope, d_probabilities = chunk(j)
-        weight = jnp.exp(scores - top)
+        weight = jnp.exp2(scores - top)
         found = chain.finish(at, weight, chain.times(weight, d_probabilities), mean, over, slope)
         return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
 
@@ -355,39 +354,37 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, scratch: Scratch, columns,
 def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs) -> None:
     """Turns the oldest tile's gradients into those of base heads and of mixing tensors."""
     h, v = spec.head_dim, spec.value_dim
-    sizes = (spec.key_sources, spec.key_group)
+    sizes, size = (spec.key_sources, spec.key_group), spec.key_group * spec.pseudo
     tile.gather_base(extra.key, scratch.key_base, scratch.rows, extra.key_rotation, *sizes, h)
     tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
-    tile.zero(scratch.d_key_base)
-    tile.zero(scratch.d_value_base)
-    size = spec.key_group * spec.pseudo
 
-    def one_head(head):
+    def of_keys(head):
         for i in range(spec.key_groups):
-            at = pl.ds(start + i * size, size)
-            _unmix(
-                spec, scratch.d_key[head, at, :], weights.key_rotation, extra.key_t[head], scratch.key_base[i],
-                scratch.d_key_base, i, out.mix_key, head,
-            )  # fmt: skip
-            _unmix(
-                spec, scratch.d_value[head, at, :], None, extra.value_t[head], scratch.value_base[i],
-                scratch.d_value_base, i, out.mix_value, head,
-            )  # fmt: skip
+            d_mixed = scratch.d_key[head, pl.ds(start + i * size, size), :]
+            d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
+            scratch.unmixed[head, i * size : (i + 1) * size, 0:h] = d_mixed.astype(spec.dtype)
 
-    tile.for_each(spec.kv_heads, one_head)
+    def of_values(head):
+        d_mixed = scratch.d_value[head, pl.ds(start, spec.rows), :]
+        scratch.unmixed[head, :, 0:v] = d_mixed.astype(spec.dtype)
+
+    tile.for_each(spec.kv_heads, of_keys)
+    tile.unmix_heads(
+        spec, scratch.unmixed, size, h, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key
+    )
+    tile.for_each(spec.kv_heads, of_values)
+    tile.unmix_heads(
+        spec, scratch.unmixed, size, v, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
+    )
     tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
     tile.scatter_base(scratch.d_value_base, out.value, scratch.rows, None, *sizes, v)
 
 
-def _unmix(
-    spec: Spec, d_mixed: Array, rotation: Rotation | None, turned: Array, base: Array, d_base_ref, i, d_mix_ref, head
-) -> None:
-    """The transpose of `tile.mix_group` for one group of a head: adds to the base rows' and the matrix's gradient."""
+def _unrotated(d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:
+    """Behind the rotation, whose tables hold the scale where there are any."""
     if rotation is not None:
-        d_mixed = tile.unrotate(d_mixed, rotation.cos[...], rotation.sin[...])
-    d_mixed = d_mixed.astype(spec.dtype)
-    d_base_ref[i] += tile.dot(spec, turned, d_mixed)
-    d_mix_ref[head] += tile.dot(spec, d_mixed, base.astype(spec.dtype), (1, 1))
+        return tile.unrotate(d_mixed, rotation.cos[...], rotation.sin[...])
+    return d_mixed * scale if scale != 1.0 else d_mixed
 
 
 def _gather_units(spec: Spec, d_out_ref, scratch: Scratch) -> None:

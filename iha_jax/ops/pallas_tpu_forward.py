@@ -23,12 +23,14 @@ class Scratch(NamedTuple):
 
     key: Any  # [k, buffer, H] pseudo-keys
     value: Any  # [k, buffer, Hv] pseudo-values
+    query: Any  # [n, rows, H] pseudo-queries of the tile
     query_base: Any  # float32 [query groups, M*g, H]
     key_base: Any  # float32 [key groups, L*g, H]
     value_base: Any  # float32 [key groups, L*g, Hv]
     rows: Any  # float32 [tile, max(H, Hv)]
     out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
     bias: Any  # float32 [rows, chunk], local only
+    scores: Any  # float32 [2, rows, chunk], local only
 
 
 def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> Array:
@@ -44,6 +46,7 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
         *buffers(spec),
         pltpu.VMEM(out_rows, F32),
         pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
+        pltpu.VMEM((2, spec.rows, spec.chunk) if spec.kind == "local" else (2, 8, 128), F32),
     ]
     lanes = spec.out_heads * spec.value_dim
     return pl.pallas_call(
@@ -89,11 +92,17 @@ def buffers(spec: Spec) -> list:
     return [
         pltpu.VMEM((spec.kv_heads, spec.buffer, spec.head_dim), jnp.dtype(spec.dtype)),
         pltpu.VMEM((spec.kv_heads, spec.buffer, spec.value_dim), jnp.dtype(spec.dtype)),
+        pltpu.VMEM((spec.heads, spec.rows, spec.head_dim), jnp.dtype(spec.dtype)),
         pltpu.VMEM((spec.query_groups, spec.query_base, spec.head_dim), F32),
         pltpu.VMEM((spec.key_groups, spec.key_base, spec.head_dim), F32),
         pltpu.VMEM((spec.key_groups, spec.key_base, spec.value_dim), F32),
         pltpu.VMEM((spec.tile, width), F32),
     ]
+
+
+def whole(x: Array) -> pl.BlockSpec:
+    """An operand that stays: fetched once, so one buffer is enough."""
+    return pl.BlockSpec(x.shape, lambda b, s: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, Weights]:
@@ -107,9 +116,6 @@ def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, W
         one, count = x.shape[0] == 1, x.shape[1] if index is None else 1
         at = (lambda s: 0) if index is None else functools.partial(index, spec)
         return pl.BlockSpec((1, count, *x.shape[2:]), lambda b, s: (0 if one else b, at(s), 0, 0))
-
-    def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda b, s: (0,) * x.ndim)
 
     def rotation(x: Rotation | None, index) -> Rotation | None:
         return None if x is None else Rotation(of_tile(x.cos, index), of_tile(x.sin, index))
@@ -137,7 +143,26 @@ def arrive(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch) -
     sizes = (spec.key_sources, spec.key_group)
     tile.gather_base(tokens.key, scratch.key_base, scratch.rows, tokens.key_rotation, *sizes, spec.head_dim)
     tile.gather_base(tokens.value, scratch.value_base, scratch.rows, None, *sizes, spec.value_dim)
-    tile.store_pseudo_keys(spec, start, scratch.key_base, scratch.value_base, weights, scratch.key, scratch.value)
+    tile.mix_heads(
+        spec,
+        tile.Mix(weights.key, scratch.key_base, weights.key_rotation, 1.0, scratch.key, start),
+        tile.Mix(weights.value, scratch.value_base, None, 1.0, scratch.value, start),
+    )
+
+
+def take_turn(spec: Spec, tokens: Tokens, weights: Weights, scratch) -> None:
+    """Pseudo-queries of every head of a query tile."""
+    tile.gather_base(
+        tokens.query,
+        scratch.query_base,
+        scratch.rows,
+        tokens.query_rotation,
+        spec.sources,
+        spec.query_group,
+        spec.head_dim,
+    )
+    rotation, scale = weights.query_rotation, spec.score_scale
+    tile.mix_heads(spec, tile.Mix(weights.query, scratch.query_base, rotation, scale, scratch.query, 0))
 
 
 def query_columns(tokens: Tokens) -> tuple[Array, Array]:
@@ -170,28 +195,12 @@ def _kernel(spec: Spec, structure, *refs) -> None:
 
 
 def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: Scratch, out_ref) -> None:
-    tile.gather_base(
-        tokens.query, scratch.query_base, scratch.rows, tokens.query_rotation, spec.sources, spec.query_group,
-        spec.head_dim,
-    )  # fmt: skip
+    take_turn(spec, tokens, weights, scratch)
     columns = query_columns(tokens)
-    if spec.kind == "local":
-        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
     if spec.across_heads:
         tile.zero(scratch.out)
 
-    def one_head(head):
-        kv = tile.kv_head(spec, head)
-        query = tile.pseudo_queries(spec, weights.query[head], scratch.query_base, weights.query_rotation)
-        if spec.kind == "local":
-            at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
-            scores, _ = tile.logits(spec, query, scratch.key[kv, at, :], scratch.bias[...])
-            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            scores = jnp.exp(scores - top)
-            over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
-            result = _values(spec, weights, head, scores, over, scratch.value[kv, at, :])
-        else:
-            result = _sweep(spec, step - spec.delay, tokens, weights, scratch, columns, head, kv, query)
+    def keep(head, result):
         if spec.across_heads:
             size = spec.query_group * spec.pseudo
             for i in range(spec.query_groups):
@@ -200,7 +209,27 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         else:
             scratch.out[head] = result
 
-    tile.for_each(spec.heads, one_head)
+    if spec.kind == "local":
+        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
+        at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
+
+        def produce(head, slot):
+            key = scratch.key[tile.kv_head(spec, head), at, :]
+            scratch.scores[slot] = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
+
+        def consume(head, slot):
+            scores = scratch.scores[slot]
+            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
+            scores = jnp.exp2(scores - top)
+            over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
+            keep(head, _values(spec, weights, head, scores, over, scratch.value[tile.kv_head(spec, head), at, :]))
+
+        tile.pipeline(spec.heads, produce, consume)
+    else:
+        tile.for_each(
+            spec.heads,
+            lambda head: keep(head, _sweep(spec, step - spec.delay, tokens, weights, scratch, columns, head)),
+        )
     if spec.across_heads:
         tile.scatter_base(scratch.out, out_ref, scratch.rows, None, spec.out_heads, spec.query_group, spec.value_dim)
     else:
@@ -211,12 +240,13 @@ def _values(spec: Spec, weights: Weights, head, scores: Array, over: Array, valu
     """Probabilities times values: per head collapsed first, ``[groups*unit, Hv]``; else ``[rows, Hv]``."""
     if spec.across_heads:
         return tile.dot(spec, scores.astype(spec.dtype), value) * over
-    scores = scores * (weights.collapse[head][:, 0:1] * over)
+    scores = scores * tile.over_lanes(weights.collapse[head] * over, spec.chunk)
     return tile.dot(spec, tile.per_unit(spec, scores).astype(spec.dtype), value)
 
 
-def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head, kv, query):
+def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
     """Global: statistics over all visible chunks, then the result from the same scores."""
+    query, kv = scratch.query[head], tile.kv_head(spec, head)
     low, high = tile.chunk_range(spec, number)
 
     def scores_of(j):
@@ -228,7 +258,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
         top, total = carry
         scores, _ = scores_of(j)
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        return new, total * jnp.exp(top - new) + jnp.sum(jnp.exp(scores - new), axis=1, keepdims=True)
+        return new, total * jnp.exp2(top - new) + jnp.sum(jnp.exp2(scores - new), axis=1, keepdims=True)
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
     top, total = lax.fori_loop(low, high, statistics, start)
@@ -236,7 +266,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     def result(j, carry):
         scores, at = scores_of(j)
-        return carry + _values(spec, weights, head, jnp.exp(scores - top), over, scratch.value[kv, at, :])
+        return carry + _values(spec, weights, head, jnp.exp2(scores - top), over, scratch.value[kv, at, :])
 
     size = spec.rows if spec.across_heads else spec.query_groups * spec.unit
     return lax.fori_loop(low, high, result, jnp.zeros((size, spec.value_dim), F32))

@@ -135,6 +135,11 @@ class Spec:
         return "float32" if self.groups > 1 else self.dtype
 
     @property
+    def score_scale(self) -> float:
+        """The factor of pseudo-queries: logits over log 2, or with a cap the argument of tanh."""
+        return self.scale * math.log2(math.e) if self.logits_soft_cap is None else self.scale / self.logits_soft_cap
+
+    @property
     def rows(self) -> int:
         """Pseudo-queries (and new pseudo-keys) of a tile."""
         return self.tile * self.pseudo

@@ -58,7 +58,7 @@ class Weights(NamedTuple):
       value: likewise.
       collapse: per head float32 ``[n, rows, 128]``, the weight of each pseudo-query, the same in all lanes; across
         heads ``[n, N*g, P*g]``, rows (output head, token), padded.
-      query_rotation: ``[P*g, H]`` each, in the order of the query's rows, or None.
+      query_rotation: ``[P*g, H]`` each, in the order of the query's rows, times `Spec.score_scale`, or None.
       key_rotation: likewise for the key's rows.
     """
 
@@ -119,7 +119,7 @@ def weights(args: Arguments, spec: Spec) -> Weights:
             jnp.arange(spec.pseudo, dtype=jnp.int32), args.rope, args.head_dim, spec.pseudo, with_factor=False
         )
         by_pseudo = _both_halves(*tables, spec.head_dim)
-        query_rotation = Rotation(*(jnp.repeat(x, spec.query_group, axis=0) for x in by_pseudo))
+        query_rotation = Rotation(*(jnp.repeat(x, spec.query_group, axis=0) * spec.score_scale for x in by_pseudo))
         key_rotation = Rotation(*(jnp.tile(x, (spec.key_group, 1)) for x in by_pseudo))
     return Weights(query, key, value, collapse, query_rotation, key_rotation)
 

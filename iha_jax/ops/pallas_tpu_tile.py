@@ -6,6 +6,9 @@ pseudo-heads then adds whole registers, and repeats every `Spec.unit` rows. *Pse
 the order of the virtual index, so a window is one slice of them whatever the group.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -22,6 +25,12 @@ LOWEST = -1e29
 """Least row maximum: where all keys are masked every weight is then exp(-9e29) = 0 rather than 1."""
 
 F32 = jnp.float32
+
+STACK_ROWS = 1600
+"""Pseudo-rows of several heads mixed by one product."""
+
+LOG2_E = math.log2(math.e)
+"""Logits are kept in units of log 2: the hardware has powers of two, and the factor is free where queries are scaled."""
 
 
 def dot(spec: Spec, a: Array, b: Array, over: tuple[int, int] = (1, 0)) -> Array:
@@ -73,35 +82,101 @@ def scatter_base(base_ref, out_ref, rows_ref, rotation: Rotation | None, heads: 
         out_ref[0, :, head * dim : (head + 1) * dim] = x.astype(out_ref.dtype)
 
 
-def mix_group(spec: Spec, weights: Array, base: Array, rotation: Rotation | None, scale: float = 1.0) -> Array:
-    """Pseudo-heads of one group: ``[P*g, M*g]`` times ``[M*g, H]``, rotated by their number, in the inputs' dtype."""
-    mixed = dot(spec, weights, base)
-    if rotation is not None:
-        mixed = rotate(mixed, rotation.cos[...], rotation.sin[...])
-    return (mixed * scale if scale != 1.0 else mixed).astype(spec.dtype)
+class Mix(NamedTuple):
+    """One mixing: of queries, keys or values.
+
+    Attributes:
+      weights: ref ``[heads, size, base rows]``.
+      base: float32 ref ``[groups, base rows, dim]``.
+      rotation: refs ``[size, dim]``, or None.
+      scale: factor, in the rotation's tables where there are any.
+      out: ref ``[heads, rows, dim]``, written from row ``start`` on.
+      start: first row.
+    """
+
+    weights: Any
+    base: Any
+    rotation: Rotation | None
+    scale: float
+    out: Any
+    start: Any
 
 
-def pseudo_queries(spec: Spec, weights: Array, base_ref, rotation: Rotation | None) -> Array:
-    """All pseudo-queries of a head's tile ``[rows, H]``, multiplied by what turns products into logits."""
-    groups = [
-        mix_group(spec, weights, base_ref[i].astype(spec.dtype), rotation, score_scale(spec))
-        for i in range(spec.query_groups)
-    ]
-    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=0)
+def mix_heads(spec: Spec, *mixes: Mix) -> None:
+    """Pseudo-heads of all heads of a tile, rotated by their number, in the heads' dtype.
+
+    Several heads go through one product, which spares loading the same base rows into the matrix unit again; mixings
+    of the same shape go side by side, so that one is multiplied while another is rotated.
+    """
+    heads, size, base_rows = mixes[0].weights.shape
+    groups = mixes[0].base.shape[0]
+    stack = stack_of(heads, size * groups * len(mixes))
+
+    def some(turn):
+        first = turn * stack
+        for mix in mixes:
+            weights = mix.weights[pl.ds(first, stack)].reshape(stack * size, base_rows)
+            for i in range(groups):
+                mixed = dot(spec, weights, mix.base[i].astype(spec.dtype))
+                for n in range(stack):
+                    part = mixed[n * size : (n + 1) * size]
+                    if mix.rotation is not None:
+                        part = rotate(part, mix.rotation.cos[...], mix.rotation.sin[...])
+                    elif mix.scale != 1.0:
+                        part = part * mix.scale
+                    mix.out[first + n, pl.ds(mix.start + i * size, size), :] = part.astype(spec.dtype)
+
+    for_each(heads // stack, some)
 
 
-def score_scale(spec: Spec) -> float:
-    """The factor of pseudo-queries: the scale, over the cap where there is one (the argument of tanh)."""
-    return spec.scale if spec.logits_soft_cap is None else spec.scale / spec.logits_soft_cap
+def stack_of(heads: int, rows: int) -> int:
+    """How many heads, of so many pseudo-rows each, go through one product."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= STACK_ROWS))
+
+
+def unmix_heads(spec: Spec, d_ref, size: int, dim: int, turned_ref, base_ref, d_base_ref, d_mix_ref) -> None:
+    """The transpose of `mix_heads` behind the rotation: gradients of base rows and of the mixing matrices.
+
+    Args:
+      spec: static description.
+      d_ref: gradients of pseudo-heads before their rotation ``[>= heads, rows, >= dim]``, in the heads' dtype.
+      size: pseudo-rows of a group.
+      dim: the heads' size in lanes.
+      turned_ref: mixing matrices transposed and side by side ``[base rows, heads * size]``.
+      base_ref: float32 ``[groups, base rows, dim]``.
+      d_base_ref: likewise, written.
+      d_mix_ref: float32 ``[heads, size, base rows]``, added to.
+    """
+    heads, groups = d_mix_ref.shape[0], base_ref.shape[0]
+    for i in range(groups):
+        d_mixed = d_ref[0:heads, i * size : (i + 1) * size, 0:dim].reshape(heads * size, dim)
+        d_base_ref[i] = dot(spec, turned_ref[...], d_mixed)
+    # All groups in one sum: their lanes side by side.
+    base = [base_ref[i].astype(spec.dtype) for i in range(groups)]
+    base = base[0] if groups == 1 else jnp.concatenate(base, axis=1)
+    stack = stack_of(heads, size)
+
+    def some(turn):
+        first = turn * stack
+        parts = [
+            d_ref[pl.ds(first, stack), i * size : (i + 1) * size, 0:dim].reshape(stack * size, dim)
+            for i in range(groups)
+        ]
+        parts = parts[0] if groups == 1 else jnp.concatenate(parts, axis=1)
+        found = dot(spec, parts, base, (1, 1))
+        d_mix_ref[pl.ds(first, stack)] += found.reshape(stack, size, found.shape[1])
+
+    for_each(heads // stack, some)
 
 
 def logits(spec: Spec, query: Array, key: Array, bias: Array) -> tuple[Array, Array | None]:
-    """Masked logits ``[rows, chunk]`` and their derivative by the capped product where there is a cap."""
+    """Masked logits over log 2, ``[rows, chunk]``, and their derivative by the products where there is a cap."""
     scores = dot(spec, query, key, (1, 1))
     if spec.logits_soft_cap is None:
         return scores + bias, None
+    cap = spec.logits_soft_cap * LOG2_E
     bent = jnp.tanh(scores)
-    return bent * spec.logits_soft_cap + bias, spec.logits_soft_cap * (1.0 - bent * bent)
+    return bent * cap + bias, cap * (1.0 - bent * bent)
 
 
 def as_column(x: Array) -> Array:
@@ -135,6 +210,11 @@ def mask_bias(spec: Spec, query: tuple[Array, Array], key: Array) -> Array:
     return jnp.where(seen, 0.0, MASKED)
 
 
+def over_lanes(x: Array, width: int) -> Array:
+    """``[rows, 128]``, the same in all lanes, repeated to ``width`` lanes: the same registers again."""
+    return jnp.concatenate([x] * (width // x.shape[1]), axis=1) if width > x.shape[1] else x
+
+
 def per_unit(spec: Spec, x: Array) -> Array:
     """Sums rows of pseudo-queries that belong to the same row of a unit: ``[rows, c]`` -> ``[groups*unit, c]``."""
     x = x.reshape(spec.query_groups, spec.rows // (spec.query_groups * spec.unit), spec.unit, x.shape[1])
@@ -149,9 +229,14 @@ def over_units(spec: Spec, x: Array, units: Array, combine) -> Array:
 
 
 def reciprocal(total: Array) -> Array:
-    """1/total, 0 for a query that saw nothing."""
-    seen = total > 0
-    return jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+    """1/total; of 0, the total of a query that saw nothing and whose weights are 0, something finite.
+
+    The hardware's approximation and two Newton steps: a third of the instructions of an exact division.
+    """
+    total = jnp.maximum(total, 1e-30)
+    guess = pl.reciprocal(total, approx=True)
+    guess = guess * (2.0 - total * guess)
+    return guess * (2.0 - total * guess)
 
 
 def chunk_range(spec: Spec, tile: Array) -> tuple[Array | int, Array | int]:
@@ -166,9 +251,10 @@ def chunk_range(spec: Spec, tile: Array) -> tuple[Array | int, Array | int]:
 
 
 def for_each(count: int, body) -> None:
-    """A loop without a carry; unrolled where there is one turn."""
+    """A loop without a carry; none where there is one turn."""
     if count == 1:
         body(0)
+    if count <= 1:
         return
 
     def step(i, carry):
@@ -176,6 +262,26 @@ def for_each(count: int, body) -> None:
         return carry
 
     lax.fori_loop(0, count, step, 0)
+
+
+def pipeline(count: int, produce, consume) -> None:
+    """``produce(i, slot)`` and ``consume(i, slot)`` for every i, the first a turn ahead of the second.
+
+    One head's scores are on the matrix unit while the head before is normalised on the vector unit; what is handed
+    over lies in one of two slots, which take turns.
+    """
+    produce(0, 0)
+
+    def pair(first):
+        produce(first + 1, 1)
+        consume(first, 0)
+        # After the last pair this repeats the last turn, so that the loop has no branch.
+        produce(jnp.minimum(first + 2, count - 1), 0)
+        consume(first + 1, 1)
+
+    for_each(count // 2, lambda turn: pair(2 * turn))
+    if count % 2:
+        consume(count - 1, 0)
 
 
 def zero(ref) -> None:
@@ -207,21 +313,6 @@ def advance(spec: Spec, step: Array, *buffers) -> None:
                 buffer[head, 0:kept, :] = buffer[head, source : source + kept, :]
 
         for_each(spec.kv_heads, move)
-
-
-def store_pseudo_keys(spec: Spec, start, key_base, value_base, weights, key_buffer, value_buffer) -> None:
-    """Mixes the newest tile of keys and values into the buffers."""
-    size = spec.key_group * spec.pseudo
-
-    def one(head):
-        for i in range(spec.key_groups):
-            at = pl.ds(start + i * size, size)
-            key = key_base[i].astype(spec.dtype)
-            key_buffer[head, at, :] = mix_group(spec, weights.key[head], key, weights.key_rotation)
-            value = value_base[i].astype(spec.dtype)
-            value_buffer[head, at, :] = mix_group(spec, weights.value[head], value, None)
-
-    for_each(spec.kv_heads, one)
 
 
 def kv_head(spec: Spec, head):

@@ -9,9 +9,7 @@ INK, FAINT, SOFT = "#1f2933", "#9aa5b1", "#e4e7eb"
 
 def blend(weights):
     """The colour of a mixture of heads."""
-    channels = [
-        round(sum(w * int(c[i : i + 2], 16) for w, c in zip(weights, COLOURS, strict=True))) for i in (1, 3, 5)
-    ]
+    channels = [round(sum(w * int(c[i : i + 2], 16) for w, c in zip(weights, COLOURS, strict=True))) for i in (1, 3, 5)]
     return "#" + "".join(f"{channel:02x}" for channel in channels)
 
 

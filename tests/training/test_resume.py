@@ -160,6 +160,7 @@ def expected(config):
     return _outcome(reference)
 
 
+@pytest.mark.slow
 def test_interrupted_anywhere_equals_uninterrupted(config, expected):
     moments = {
         "compile": _in_compile,

@@ -53,14 +53,16 @@ def compile_step(attend, arrays, mixing):
 
     compiled = jax.jit(step).lower(*arrays[:3], mixing, arrays[3]).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     return (lambda: compiled(*arrays[:3], mixing, arrays[3])), memory.temp_size_in_bytes
 
 
 def make_inputs(batch, tokens, heads, pseudo, dim, dtype):
     keys = jax.random.split(jax.random.key(0), 8)
     arrays = [jax.random.normal(k, (batch, tokens, heads, dim), dtype) for k in keys[:4]]
-    tensors = [jax.random.normal(k, (heads, heads, pseudo)) * heads**-0.5 for k in keys[4:7]]
-    return arrays, HeadMixing(*tensors, jax.random.normal(keys[7], (heads, pseudo)) / pseudo)
+    query, key, value = (jax.random.normal(k, (heads, heads, pseudo)) * heads**-0.5 for k in keys[4:7])
+    collapse = jax.random.normal(keys[7], (heads, pseudo)) / pseudo
+    return arrays, HeadMixing(query=query, key=key, value=value, collapse=collapse)
 
 
 def timed_in_turn(runs, repeats):

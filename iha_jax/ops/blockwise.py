@@ -246,17 +246,15 @@ def _mix_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSpec
 
 def _join(segments: list[Keys], spec: TileSpec) -> Keys:
     """Mixed keys one behind the other along their token axes."""
-    axes = Keys(
-        heads=4 if spec.form.scores == "pseudo" else 2,
-        value=4 if spec.form.values == "mixed" else 2,
-        index=3,
-        segment=2,
+    heads_axis = 4 if spec.form.scores == "pseudo" else 2
+    value_axis = 4 if spec.form.values == "mixed" else 2
+    ids = [keys.segment for keys in segments if keys.segment is not None]
+    return Keys(
+        heads=jnp.concatenate([keys.heads for keys in segments], axis=heads_axis),
+        value=jnp.concatenate([keys.value for keys in segments], axis=value_axis),
+        index=jnp.concatenate([keys.index for keys in segments], axis=3),
+        segment=jnp.concatenate(ids, axis=2) if ids else None,
     )
-    joined = (
-        None if parts[0] is None else jnp.concatenate(parts, axis=axis)
-        for parts, axis in zip(zip(*segments, strict=True), axes, strict=True)
-    )
-    return Keys(*joined)
 
 
 def _query_tiles(

@@ -34,14 +34,16 @@ def visible_by_index(
     if causal is None and window is None:
         return None
     distance = query_index - key_index
+    if window is None:
+        return distance >= 0
     # A window beyond every distance is no window, and must not overflow int32 either.
-    limit = None if window is None else min(window, 2**31 - 1)
+    if causal == "virtual":
+        limit = min(window, 2**30 // num_pseudo_heads) * num_pseudo_heads
+    else:
+        limit = min(window, 2**31 - 1)
     if causal is None:
         return jnp.abs(distance) < limit
-    if causal == "virtual" and window is not None:
-        limit = min(window, 2**30 // num_pseudo_heads) * num_pseudo_heads
-    seen = distance >= 0
-    return seen if limit is None else seen & (distance < limit)
+    return (distance >= 0) & (distance < limit)
 
 
 def visible(

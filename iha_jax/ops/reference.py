@@ -26,11 +26,12 @@ def reference(args: Arguments) -> Array:
 
     query_position, query_pseudo = virtual(args.query_positions)
     key_position, key_pseudo = virtual(args.key_positions)
-    if args.rope is not None:
-        by_virtual = args.rope.positions == "virtual"
+    rope = args.rope
+    if rope is not None:
+        by_virtual = rope.positions == "virtual"
         for_query = query_position * p + query_pseudo if by_virtual else query_position
         for_key = key_position * p + key_pseudo if by_virtual else key_position
-        tables = lambda index: rope_tables(index[:, :, None], args.rope, args.head_dim, p, f32)  # noqa: E731
+        tables = lambda index: rope_tables(index[:, :, None], rope, args.head_dim, p, f32)  # noqa: E731
         query = apply_rope(query, *tables(for_query))
         key = apply_rope(key, *tables(for_key))
 

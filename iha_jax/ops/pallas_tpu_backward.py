@@ -7,7 +7,6 @@ pseudo-queries of a token, and one number for each of them serves both the softm
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_forward as fwd
 from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops.pallas_tpu_chain import HeadChain, sweep
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
 from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
@@ -68,6 +68,11 @@ class Scratch(NamedTuple):
     d_value_base: Any  # float32 [key groups, L*g, Hv]
     d_out: Any  # per head [n, groups*unit, Hv], across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
+    scores: Any  # float32 [2, rows, chunk], local only
+    slope: Any  # likewise, with a soft cap only
+    d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
+    weights: Any  # [2, groups*unit or rows, chunk], local only
+    d_scores: Any  # [2, rows, chunk], local only
     unmixed: Any  # [k, rows, max(H, Hv)], gradients of a departing tile's pseudo-heads before their rotation
 
 
@@ -117,7 +122,12 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pltpu.VMEM((spec.key_groups, spec.key_base, h), F32),
         pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
         pltpu.VMEM(d_rows, F32),
-        pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
+        fwd.local_only(spec, spec.rows, spec.chunk),
+        fwd.local_only(spec, 2, spec.rows, spec.chunk),
+        fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
+        fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
+        fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
+        fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
         pltpu.VMEM((spec.kv_heads, spec.rows, max(h, v)), jnp.dtype(spec.dtype)),
     ]
     found = pl.pallas_call(
@@ -220,23 +230,7 @@ def _attend(
         scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
     size = g * spec.pseudo
 
-    def one_head(head):
-        chain = _Head(spec, head, weights, extra, scratch)
-        if spec.kind == "local":
-            at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
-            scores, slope = tile.logits(spec, chain.query, scratch.key[chain.kv, at, :], scratch.bias[...])
-            d_probabilities = chain.d_probabilities(at)
-            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            weight = jnp.exp2(scores - top)
-            over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True))
-            product = chain.times(weight, d_probabilities)
-            mean = jnp.sum(product, axis=1, keepdims=True) * over
-            d_query, pseudo_out = chain.finish(at, weight, product, mean, over, slope)
-        else:
-            d_query, pseudo_out, mean = _sweep(spec, step - spec.delay, tokens, scratch, columns, chain)
-        if pseudo_out is None:
-            lane = lax.broadcasted_iota(jnp.int32, out.collapse.shape[1:], 1)
-            out.collapse[head] += jnp.where(lane == 0, jnp.broadcast_to(mean, lane.shape), 0.0)
+    def keep(head, d_query, pseudo_out):
         for i in range(spec.query_groups):
             part = slice(i * size, (i + 1) * size)
             if pseudo_out is not None:
@@ -245,110 +239,52 @@ def _attend(
             d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
             scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
 
-    tile.for_each(spec.heads, one_head)
+    def keep_means(head, mean):
+        if not spec.across_heads:
+            lane = lax.broadcasted_iota(jnp.int32, out.collapse.shape[1:], 1)
+            out.collapse[head] += jnp.where(lane == 0, jnp.broadcast_to(mean, lane.shape), 0.0)
+
+    def one_head(head):
+        chain = HeadChain(spec, head, weights, extra, scratch)
+        d_query, pseudo_out, mean = sweep(spec, step - spec.delay, tokens, scratch, columns, chain)
+        keep_means(head, mean)
+        keep(head, d_query, pseudo_out)
+
+    if spec.kind == "local":
+        at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
+
+        def score(head, slot):
+            chain = HeadChain(spec, head, weights, extra, scratch)
+            key = scratch.key[chain.kv, at, :]
+            scratch.scores[slot], slope = tile.logits(spec, scratch.query[head], key, scratch.bias[...])
+            if slope is not None:
+                scratch.slope[slot] = slope
+            scratch.d_weights[slot] = chain.d_probabilities(at)
+
+        def reduce(head, slot):
+            chain = HeadChain(spec, head, weights, extra, scratch)
+            scores = scratch.scores[slot]
+            slope = None if spec.logits_soft_cap is None else scratch.slope[slot]
+            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
+            weight = jnp.exp2(scores - top)
+            over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True))
+            product = chain.times(weight, scratch.d_weights[slot])
+            mean = jnp.sum(product, axis=1, keepdims=True) * over
+            scratch.weights[slot], scratch.d_scores[slot] = chain.reduce(weight, product, mean, over, slope)
+            keep_means(head, mean)
+
+        def spread(head, slot):
+            chain = HeadChain(spec, head, weights, extra, scratch)
+            keep(head, *chain.spread(at, scratch.weights[slot], scratch.d_scores[slot]))
+
+        tile.pipeline(spec.heads, score, reduce, spread)
+    else:
+        tile.for_each(spec.heads, one_head)
     h = spec.head_dim
     tile.unmix_heads(
         spec, scratch.query, size, h, extra.query_t, scratch.query_base, scratch.d_query_base, out.mix_query
     )
     tile.scatter_base(scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, h)
-
-
-class _Head:
-    """One head's part of the chain rule for a query tile, for one chunk of keys at a time."""
-
-    def __init__(self, spec, head, weights, extra, scratch):
-        self.spec, self.kv, self.scratch = spec, tile.kv_head(spec, head), scratch
-        self.query = scratch.query[head]
-        if spec.across_heads:
-            groups = [
-                tile.dot(spec, extra.collapse_t[head], scratch.d_out[i].astype(spec.dtype))
-                for i in range(spec.query_groups)
-            ]
-            self.collapse = None
-            self.d_out = jnp.concatenate(groups, axis=0).astype(spec.dtype)  # [rows, Hv]
-        else:
-            self.collapse = weights.collapse[head]  # [rows, 128]
-            self.d_out = scratch.d_out[head].astype(spec.dtype)  # [groups*unit, Hv]
-
-    def d_probabilities(self, at) -> Array:
-        """Gradients of probabilities: ``[rows, chunk]`` across heads, one unit for all pseudo-queries per head."""
-        return tile.dot(self.spec, self.d_out, self.scratch.value[self.kv, at, :], (1, 1))
-
-    def times(self, weight: Array, d_probabilities: Array) -> Array:
-        """Weights times the gradients of probabilities, ``[rows, chunk]``."""
-        if self.collapse is None:
-            return weight * d_probabilities
-        return tile.over_units(self.spec, weight, d_probabilities, jnp.multiply)
-
-    def finish(self, at, weight: Array, product: Array, mean: Array, over: Array, slope: Array | None):
-        """Adds to the gradients of the chunk's pseudo-keys and -values.
-
-        Args:
-          at: the chunk's place in the buffers.
-          weight: unnormalised probabilities ``[rows, chunk]``.
-          product: `times` of them.
-          mean: ``[rows, 1]``: the probabilities' mean of their gradients.
-          over: ``[rows, 1]``: what normalises the probabilities.
-          slope: derivative of the logits by the products, or None for 1.
-
-        Returns:
-          The gradient of the pseudo-queries ``[rows, H]`` and, across heads, the pseudo-outputs ``[rows, Hv]``.
-        """
-        spec, scratch = self.spec, self.scratch
-        factor = over if self.collapse is None else over * self.collapse
-        pseudo_out = None
-        if self.collapse is None:
-            probabilities = (weight * over).astype(spec.dtype)
-            pseudo_out = tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
-        else:
-            probabilities = tile.per_unit(spec, weight * tile.over_lanes(factor, spec.chunk)).astype(spec.dtype)
-        factor = factor * math.log(2)
-        if self.collapse is not None:
-            factor = tile.over_lanes(factor, spec.chunk)
-        d_scores = (product - weight * mean) * factor
-        if slope is not None:
-            d_scores = d_scores * slope
-        d_scores = d_scores.astype(spec.dtype)
-        scratch.d_value[self.kv, at, :] += tile.dot(spec, probabilities, self.d_out, (0, 0))
-        scratch.d_key[self.kv, at, :] += tile.dot(spec, d_scores, self.query, (0, 0))
-        return tile.dot(spec, d_scores, scratch.key[self.kv, at, :]), pseudo_out
-
-
-def _sweep(spec: Spec, number: Array, tokens: Tokens, scratch: Scratch, columns, chain: _Head):
-    """Global: the softmax's statistics and the means over all visible chunks, then the gradients."""
-    low, high = tile.chunk_range(spec, number)
-
-    def chunk(j):
-        at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
-        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
-        return at, *tile.logits(spec, chain.query, scratch.key[chain.kv, at, :], bias), chain.d_probabilities(at)
-
-    def statistics(j, carry):
-        top, total, mean = carry
-        _, scores, _, d_probabilities = chunk(j)
-        new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        weight, shrink = jnp.exp2(scores - new), jnp.exp2(top - new)
-        product = chain.times(weight, d_probabilities)
-        total = total * shrink + jnp.sum(weight, axis=1, keepdims=True)
-        return new, total, mean * shrink + jnp.sum(product, axis=1, keepdims=True)
-
-    nothing = jnp.zeros((spec.rows, 1), F32)
-    start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
-    top, total, mean = lax.fori_loop(low, high, statistics, start)
-    over = tile.reciprocal(total)
-    mean = mean * over
-
-    def gradients(j, carry):
-        at, scores, slope, d_probabilities = chunk(j)
-        weight = jnp.exp2(scores - top)
-        found = chain.finish(at, weight, chain.times(weight, d_probabilities), mean, over, slope)
-        return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
-
-    start = jnp.zeros((spec.rows, spec.head_dim), F32), None
-    if spec.across_heads:
-        start = start[0], jnp.zeros((spec.rows, spec.value_dim), F32)
-    d_query, pseudo_out = lax.fori_loop(low, high, gradients, start)
-    return d_query, pseudo_out, mean
 
 
 def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs) -> None:
@@ -369,9 +305,7 @@ def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch,
         scratch.unmixed[head, :, 0:v] = d_mixed.astype(spec.dtype)
 
     tile.for_each(spec.kv_heads, of_keys)
-    tile.unmix_heads(
-        spec, scratch.unmixed, size, h, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key
-    )
+    tile.unmix_heads(spec, scratch.unmixed, size, h, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key)
     tile.for_each(spec.kv_heads, of_values)
     tile.unmix_heads(
         spec, scratch.unmixed, size, v, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value

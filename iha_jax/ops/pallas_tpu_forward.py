@@ -31,6 +31,7 @@ class Scratch(NamedTuple):
     out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], local only
+    weights: Any  # [2, groups*unit or rows, chunk], local only
 
 
 def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> Array:
@@ -45,8 +46,9 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
     shapes = [
         *buffers(spec),
         pltpu.VMEM(out_rows, F32),
-        pltpu.VMEM((spec.rows, spec.chunk) if spec.kind == "local" else (8, 128), F32),
-        pltpu.VMEM((2, spec.rows, spec.chunk) if spec.kind == "local" else (2, 8, 128), F32),
+        local_only(spec, spec.rows, spec.chunk),
+        local_only(spec, 2, spec.rows, spec.chunk),
+        local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
     ]
     lanes = spec.out_heads * spec.value_dim
     return pl.pallas_call(
@@ -105,6 +107,11 @@ def whole(x: Array) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda b, s: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
+def local_only(spec: Spec, *shape: int, dtype: Any = F32):
+    """Scratch memory that only the local kernels use."""
+    return pltpu.VMEM(shape if spec.kind == "local" else (*[1] * (len(shape) - 2), 16, 128), dtype)
+
+
 def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, Weights]:
     """Which block of every operand a grid step needs."""
 
@@ -115,7 +122,8 @@ def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, W
     def of_index(x: Array, index) -> pl.BlockSpec:
         one, count = x.shape[0] == 1, x.shape[1] if index is None else 1
         at = (lambda s: 0) if index is None else functools.partial(index, spec)
-        return pl.BlockSpec((1, count, *x.shape[2:]), lambda b, s: (0 if one else b, at(s), 0, 0))
+        buffers = {"pipeline_mode": pl.Buffered(1)} if index is None else {}
+        return pl.BlockSpec((1, count, *x.shape[2:]), lambda b, s: (0 if one else b, at(s), 0, 0), **buffers)
 
     def rotation(x: Rotation | None, index) -> Rotation | None:
         return None if x is None else Rotation(of_tile(x.cos, index), of_tile(x.sin, index))
@@ -213,18 +221,22 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
         at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
 
-        def produce(head, slot):
+        def score(head, slot):
             key = scratch.key[tile.kv_head(spec, head), at, :]
             scratch.scores[slot] = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
 
-        def consume(head, slot):
+        def normalise(head, slot):
             scores = scratch.scores[slot]
             top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
             scores = jnp.exp2(scores - top)
             over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
-            keep(head, _values(spec, weights, head, scores, over, scratch.value[tile.kv_head(spec, head), at, :]))
+            scratch.weights[slot] = _weights(spec, weights, head, scores, over)
 
-        tile.pipeline(spec.heads, produce, consume)
+        def multiply(head, slot):
+            value = scratch.value[tile.kv_head(spec, head), at, :]
+            keep(head, tile.dot(spec, scratch.weights[slot], value))
+
+        tile.pipeline(spec.heads, score, normalise, multiply)
     else:
         tile.for_each(
             spec.heads,
@@ -236,12 +248,12 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         _write_heads(spec, scratch, out_ref)
 
 
-def _values(spec: Spec, weights: Weights, head, scores: Array, over: Array, value: Array) -> Array:
-    """Probabilities times values: per head collapsed first, ``[groups*unit, Hv]``; else ``[rows, Hv]``."""
+def _weights(spec: Spec, weights: Weights, head, scores: Array, over: Array) -> Array:
+    """Probabilities in the heads' dtype: collapsed ``[groups*unit, chunk]``, or across heads all ``[rows, chunk]``."""
     if spec.across_heads:
-        return tile.dot(spec, scores.astype(spec.dtype), value) * over
+        return (scores * over).astype(spec.dtype)
     scores = scores * tile.over_lanes(weights.collapse[head] * over, spec.chunk)
-    return tile.dot(spec, tile.per_unit(spec, scores).astype(spec.dtype), value)
+    return tile.per_unit(spec, scores).astype(spec.dtype)
 
 
 def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
@@ -266,10 +278,10 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     def result(j, carry):
         scores, at = scores_of(j)
-        return carry + _values(spec, weights, head, jnp.exp2(scores - top), over, scratch.value[kv, at, :])
+        found = _weights(spec, weights, head, jnp.exp2(scores - top), over)
+        return carry + tile.dot(spec, found, scratch.value[kv, at, :])
 
-    size = spec.rows if spec.across_heads else spec.query_groups * spec.unit
-    return lax.fori_loop(low, high, result, jnp.zeros((size, spec.value_dim), F32))
+    return lax.fori_loop(low, high, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))
 
 
 def _write_heads(spec: Spec, scratch: Scratch, out_ref) -> None:

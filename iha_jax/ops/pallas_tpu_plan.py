@@ -10,6 +10,7 @@ on-chip memory. They differ in what is kept and how a tile of queries meets its 
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Literal
 
@@ -28,11 +29,11 @@ SUBLANES = 8
 ROWS = 16
 """Pseudo-rows come in multiples of this: two bfloat16 rows share a 32-bit sublane."""
 
-VMEM_BYTES = 50 * 2**20
+VMEM_BYTES = 56 * 2**20
 """What a kernel may plan to use: v5p and v7x have 64 MiB of vector memory a core, v5e and v6e 128, and the compiler
 needs some of it for itself."""
 
-VMEM_LIMIT = 60 * 2**20
+VMEM_LIMIT = 62 * 2**20
 """What the compiler is allowed; its own default of 16 MiB is only a convention."""
 
 LOCAL_CHUNK = 2048
@@ -150,6 +151,11 @@ class Spec:
         return max(SUBLANES, self.query_group)
 
     @property
+    def weight_rows(self) -> int:
+        """Rows of probabilities that meet values: one unit of a group, or all with the across-heads collapse."""
+        return self.rows if self.across_heads else self.query_groups * self.unit
+
+    @property
     def query_groups(self) -> int:
         """Query groups of a tile."""
         return self.tile // self.query_group
@@ -192,22 +198,44 @@ class Spec:
         return max(self.steps, self.key_tiles + self.lag)
 
     def vmem_bytes(self, backward: bool) -> int:
-        """An estimate from above of the on-chip memory a kernel uses."""
-        size = jnp.dtype(self.dtype).itemsize
-        both = self.head_dim + self.value_dim
-        kept = self.kv_heads * self.buffer * both * size
-        token = self.sources * self.head_dim + self.key_sources * both + self.out_heads * self.value_dim
-        lanes = round_up(max(self.query_base, self.key_base), LANES)
-        mixing = (self.heads + 2 * self.kv_heads) * self.rows // self.query_groups * lanes
+        """On-chip memory of a kernel: what it declares, and the scores it has in hand."""
+        size, f32 = jnp.dtype(self.dtype).itemsize, 4
+        h, v, local = self.head_dim, self.value_dim, self.kind == "local"
+        heads = self.sources * h + self.key_sources * (h + v) + self.out_heads * v  # a token's operands and outputs
+
+        def matrix(rows: int, columns: int) -> int:
+            return rows * round_up(columns, LANES)
+
+        query_rows, key_rows = self.query_group * self.pseudo, self.key_group * self.pseudo
+        mixing = self.heads * matrix(query_rows, self.query_base) + 2 * self.kv_heads * matrix(key_rows, self.key_base)
         if self.across_heads:
-            mixing += self.heads * self.out_base * lanes
+            collapse = self.heads * matrix(self.out_base, query_rows) * size
         else:
-            mixing += self.heads * self.rows * LANES
-        work = self.rows * (self.chunk * (8 if backward else 5) + 4 * both)
-        total = kept + 2 * self.tile * token * size + 3 * self.tile * token * 4 + 2 * mixing * size + 4 * work
-        total += 4 * 2 * self.chunk * SUBLANES * (1 if self.kind == "local" else self.chunks)
-        if backward:
-            total += self.kv_heads * self.buffer * both * 4 + 4 * self.tile * token * 4 + 4 * mixing * 4
+            collapse = self.heads * self.rows * LANES * f32
+        base = self.query_groups * self.query_base * h + self.key_groups * self.key_base * (h + v)
+        scores, weights = self.rows * self.chunk, self.weight_rows * self.chunk
+        # Operands of the tile and tables of rotations come in two buffers, indices in whole registers.
+        total = 2 * self.tile * (heads * size + 4 * h * f32) + mixing * size + collapse
+        total += SUBLANES * (2 * self.rows + self.chunk * (2 if local else self.chunks)) * f32
+        total += self.kv_heads * self.buffer * (h + v) * size + self.heads * self.rows * h * size
+        total += (base + self.tile * max(h, v)) * f32
+        if self.across_heads:
+            total += self.query_groups * self.out_base * v * f32
+        else:
+            total += self.heads * self.query_groups * self.unit * v * f32
+        if local:
+            total += 3 * scores * f32 + 2 * weights * size
+        total += (6 if backward else 3) * scores * f32
+        if not backward:
+            return total
+        total += 2 * self.tile * (heads * jnp.dtype(self.gradient_dtype).itemsize + self.key_sources * (h + v) * size)
+        turned = self.query_base * round_up(self.heads * query_rows, LANES)
+        turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
+        total += turned * size + 2 * mixing * f32 + collapse // size * f32 * (3 if self.across_heads else 1)
+        total += self.kv_heads * self.buffer * (h + v) * f32 + base * f32
+        total += self.kv_heads * self.rows * max(h, v) * size
+        if local:
+            total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)
         return total
 
 
@@ -252,29 +280,27 @@ def plan(
     band = band_of(causal, window) if aligned else None
     if band is not None and band.left >= key_len and (causal is not None or band.right >= query_len):
         band = None  # the window reaches everything
-    spec = None
+    shapes = []
     if band is not None:
         wide = (band.left + band.right) * pseudo > 2 * LOCAL_ROWS
         tile = _tile(GLOBAL_ROWS if wide else LOCAL_ROWS, query_len, pseudo)
-        spec = _local(tile, band.left, band.right, pseudo, causal, window)
-        if spec["chunk"] > LOCAL_CHUNK:
-            spec = None
-    if spec is None:
-        tile = _tile(GLOBAL_ROWS, query_len, pseudo)
-        spec = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band)
+        shapes.append(_local(tile, band.left, band.right, pseudo, causal, window))
+    shapes = [shape for shape in shapes if shape["chunk"] <= LOCAL_CHUNK]
+    for rows in (GLOBAL_ROWS, GLOBAL_ROWS // 2):
+        tile = _tile(rows, query_len, pseudo)
+        shapes.append(_global(tile, query_len, key_len, pseudo, causal if aligned else None, band))
     head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
     limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
     if limit is not None:
         limit = min(limit, 2**31 - 1)
     lower = 0 if causal is not None else (None if limit is None else 1 - limit)
-    candidates = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]
-    for kv_heads in candidates:
-        heads = kv_heads * (sources // key_sources)
+    kv_heads_of_a_part = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]
+    for shape, kv_heads in itertools.product(shapes, kv_heads_of_a_part):
+        heads, tile = kv_heads * (sources // key_sources), shape["tile"]
         found = Spec(
             batch=batch,
             query_tiles=-(-query_len // tile),
             key_tiles=-(-key_len // tile),
-            tile=tile,
             pseudo=pseudo,
             query_group=mixing_group(tile, sources, pseudo),
             key_group=mixing_group(tile, key_sources, pseudo),
@@ -292,13 +318,14 @@ def plan(
             logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
             precision=precision,
             dtype=dtype,
-            **spec,
+            **shape,
         )
-        if found.vmem_bytes(backward=True) <= VMEM_BYTES:
+        needed = found.vmem_bytes(backward=True)
+        if needed <= VMEM_BYTES:
             return found
     raise DoesNotFit(
         f"the pseudo-keys and -values of one head, S={key_len} tokens times P={pseudo}, and their gradients need "
-        f"{found.vmem_bytes(backward=True) / 2**20:.0f} MiB of on-chip memory, more than {VMEM_BYTES / 2**20:.0f} MiB"
+        f"{needed / 2**20:.0f} MiB of on-chip memory, more than {VMEM_BYTES / 2**20:.0f} MiB"
     )
 
 
@@ -323,6 +350,7 @@ def _local(tile: int, left: int, right: int, pseudo: int, causal: Causal, window
     lag = -(-history // rows)
     return {
         "kind": "local",
+        "tile": tile,
         "chunk": chunk,
         "chunks": 1,
         "history": history,
@@ -345,6 +373,7 @@ def _global(tile: int, query_len: int, key_len: int, pseudo: int, causal: Causal
         delay = min(-(-right // rows), key_tiles - 1)
     return {
         "kind": "global",
+        "tile": tile,
         "chunk": chunk,
         "chunks": -(-key_tiles * rows // chunk),
         "history": 0,

@@ -30,7 +30,7 @@ STACK_ROWS = 1600
 """Pseudo-rows of several heads mixed by one product."""
 
 LOG2_E = math.log2(math.e)
-"""Logits are kept in units of log 2: the hardware has powers of two, and the factor is free where queries are scaled."""
+"""Logits are kept in units of log 2: the hardware has powers of two, and the factor is free in scaled queries."""
 
 
 def dot(spec: Spec, a: Array, b: Array, over: tuple[int, int] = (1, 0)) -> Array:
@@ -264,24 +264,32 @@ def for_each(count: int, body) -> None:
     lax.fori_loop(0, count, step, 0)
 
 
-def pipeline(count: int, produce, consume) -> None:
-    """``produce(i, slot)`` and ``consume(i, slot)`` for every i, the first a turn ahead of the second.
+def pipeline(count: int, first, second, third) -> None:
+    """``third(i, slot)`` after ``second(i, slot)`` after ``first(i, slot)`` for every i, each a turn behind the last.
 
-    One head's scores are on the matrix unit while the head before is normalised on the vector unit; what is handed
-    over lies in one of two slots, which take turns.
+    One head's scores are on the matrix unit while the head before is normalised on the vector unit and the one before
+    that is multiplied with values; what is handed over lies in one of two slots, which take turns. The stages of one
+    turn do not depend on each other, so the compiler can overlap them.
     """
-    produce(0, 0)
+    first(0, 0)
+    if count > 1:
+        first(1, 1)
+    second(0, 0)
 
-    def pair(first):
-        produce(first + 1, 1)
-        consume(first, 0)
-        # After the last pair this repeats the last turn, so that the loop has no branch.
-        produce(jnp.minimum(first + 2, count - 1), 0)
-        consume(first + 1, 1)
+    def turn(i, slot):
+        # After the last turn the scores are computed once more, so that the loop has no branch.
+        first(min(i + 1, count - 1) if isinstance(i, int) else jnp.minimum(i + 1, count - 1), 1 - slot)
+        third(i - 1, 1 - slot)
+        second(i, slot)
 
-    for_each(count // 2, lambda turn: pair(2 * turn))
-    if count % 2:
-        consume(count - 1, 0)
+    def pair(j):
+        turn(2 * j + 1, 1)
+        turn(2 * j + 2, 0)
+
+    for_each((count - 1) // 2, pair)
+    if count % 2 == 0:
+        turn(count - 1, 1)
+    third(count - 1, (count - 1) % 2)
 
 
 def zero(ref) -> None:

@@ -12,6 +12,7 @@ from tests.ops import cases
 
 FAST = 20
 ALL = 140
+EVERY_DAY_PALLAS = (0, 3, 4, 6, 7, 9, 15, 17)
 DRAWS = 3  # of arrays for each program; two are enough every day
 
 # float32: the figures the project promises. bfloat16: pseudo-heads are rounded to 8 bits before the logits and once
@@ -105,9 +106,15 @@ class TestBlockwise(OracleSuite):
 
 
 class TestPallas(OracleSuite):
-    """The fused kernels, interpreted."""
+    """The fused kernels, interpreted. Compiling an interpreted kernel takes seconds: fewer cases every day."""
 
     implementation = "pallas"
+
+    @pytest.mark.parametrize(
+        "number", [pytest.param(i, marks=[] if i in EVERY_DAY_PALLAS else pytest.mark.slow) for i in range(ALL)]
+    )
+    def test_values_and_derivatives(self, number):
+        super().test_values_and_derivatives(number)
 
 
 def test_the_fast_cases_cover_every_option():

@@ -1,0 +1,130 @@
+"""The chain rule of one head for a tile of queries: from gradients of outputs to those of pseudo-heads."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops.pallas_tpu_plan import Spec
+from iha_jax.ops.pallas_tpu_prepare import Tokens
+
+F32 = jnp.float32
+
+
+class HeadChain:
+    """One head's part of the chain rule for a query tile, for one chunk of keys at a time."""
+
+    def __init__(self, spec, head, weights, extra, scratch):
+        self.spec, self.head, self.kv, self.scratch = spec, head, tile.kv_head(spec, head), scratch
+        self.weights, self.extra = weights, extra
+        self.held: Array | None = None
+
+    @property
+    def d_out(self) -> Array:
+        """Gradients of what the probabilities' rows give: ``[rows, Hv]`` across heads, else ``[groups*unit, Hv]``."""
+        if self.held is not None:
+            return self.held
+        spec, d_out = self.spec, self.scratch.d_out
+        if not spec.across_heads:
+            return d_out[self.head].astype(spec.dtype)
+        turned = self.extra.collapse_t[self.head]
+        groups = [tile.dot(spec, turned, d_out[i].astype(spec.dtype)) for i in range(spec.query_groups)]
+        return jnp.concatenate(groups, axis=0).astype(spec.dtype)
+
+    def d_probabilities(self, at) -> Array:
+        """Gradients of probabilities: ``[rows, chunk]`` across heads, one unit for all pseudo-queries per head."""
+        return tile.dot(self.spec, self.d_out, self.scratch.value[self.kv, at, :], (1, 1))
+
+    def times(self, weight: Array, d_probabilities: Array) -> Array:
+        """Weights times the gradients of probabilities, ``[rows, chunk]``."""
+        if self.spec.across_heads:
+            return weight * d_probabilities
+        return tile.over_units(self.spec, weight, d_probabilities, jnp.multiply)
+
+    def reduce(self, weight: Array, product: Array, mean: Array, over: Array, slope: Array | None):
+        """Through the softmax.
+
+        Args:
+          weight: unnormalised probabilities ``[rows, chunk]``.
+          product: `times` of them.
+          mean: ``[rows, 1]``: the probabilities' mean of their gradients.
+          over: ``[rows, 1]``: what normalises the probabilities.
+          slope: derivative of the logits by the products, or None for 1.
+
+        Returns:
+          What meets values ``[groups*unit or rows, chunk]`` and the gradient of the products ``[rows, chunk]``, both
+          in the heads' dtype.
+        """
+        spec = self.spec
+        # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
+        if spec.across_heads:
+            factor = over * math.log(2)
+            probabilities = weight * over
+        else:
+            factor = self.weights.collapse[self.head] * over
+            probabilities = tile.per_unit(spec, weight * tile.over_lanes(factor, spec.chunk))
+            factor = tile.over_lanes(factor * math.log(2), spec.chunk)
+        d_scores = (product - weight * mean) * factor
+        if slope is not None:
+            d_scores = d_scores * slope
+        return probabilities.astype(spec.dtype), d_scores.astype(spec.dtype)
+
+    def spread(self, at, probabilities: Array, d_scores: Array) -> tuple[Array, Array | None]:
+        """Adds to the gradients of the chunk's pseudo-keys and -values.
+
+        Returns:
+          The gradient of the pseudo-queries ``[rows, H]``; across heads also the pseudo-outputs ``[rows, Hv]``.
+        """
+        spec, scratch = self.spec, self.scratch
+        scratch.d_value[self.kv, at, :] += tile.dot(spec, probabilities, self.d_out, (0, 0))
+        scratch.d_key[self.kv, at, :] += tile.dot(spec, d_scores, scratch.query[self.head], (0, 0))
+        d_query = tile.dot(spec, d_scores, scratch.key[self.kv, at, :])
+        if not spec.across_heads:
+            return d_query, None
+        return d_query, tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
+
+
+def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: HeadChain):
+    """Global: the softmax's statistics and the means over all visible chunks, then the gradients."""
+    low, high = tile.chunk_range(spec, number)
+    chain.held = chain.d_out  # outside the loops
+
+    def chunk(j):
+        at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
+        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
+        return (
+            at,
+            *tile.logits(spec, scratch.query[chain.head], scratch.key[chain.kv, at, :], bias),
+            chain.d_probabilities(at),
+        )
+
+    def statistics(j, carry):
+        top, total, mean = carry
+        _, scores, _, d_probabilities = chunk(j)
+        new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        weight, shrink = jnp.exp2(scores - new), jnp.exp2(top - new)
+        product = chain.times(weight, d_probabilities)
+        total = total * shrink + jnp.sum(weight, axis=1, keepdims=True)
+        return new, total, mean * shrink + jnp.sum(product, axis=1, keepdims=True)
+
+    nothing = jnp.zeros((spec.rows, 1), F32)
+    start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
+    top, total, mean = lax.fori_loop(low, high, statistics, start)
+    over = tile.reciprocal(total)
+    mean = mean * over
+
+    def gradients(j, carry):
+        at, scores, slope, d_probabilities = chunk(j)
+        weight = jnp.exp2(scores - top)
+        found = chain.reduce(weight, chain.times(weight, d_probabilities), mean, over, slope)
+        found = chain.spread(at, *found)
+        return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
+
+    start = jnp.zeros((spec.rows, spec.head_dim), F32), None
+    if spec.across_heads:
+        start = start[0], jnp.zeros((spec.rows, spec.value_dim), F32)
+    d_query, pseudo_out = lax.fori_loop(low, high, gradients, start)
+    return d_query, pseudo_out, mean

@@ -1,0 +1,171 @@
+"""The fused TPU kernels beyond the shared suite: long sequences, parts of heads, races, costs."""
+
+import dataclasses
+import importlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from iha_jax import Rope
+from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan
+from iha_jax.ops import pallas_tpu_prepare as prepare
+from iha_jax.ops.arguments import validate
+from iha_jax.ops.mixing import HeadMixing
+from iha_jax.ops.pallas_tpu_backward import backward
+from iha_jax.ops.pallas_tpu_forward import forward
+from tests import jaxpr_flops
+from tests.ops import cases
+
+# N 4 over K 2, H 16: everything else is what a case is about.
+BASE = cases.Spec(
+    *(1, 64, 64, 4, 2, 16),
+    Hv=16,
+    P=4,
+    layout="plain",
+    causal="virtual",
+    window=None,
+    rope=Rope(),
+    scale=None,
+    logits_soft_cap=None,
+    across_heads=False,
+    dtype="float32",
+)
+
+
+def variant(**changes) -> cases.Spec:
+    return dataclasses.replace(BASE, **changes)
+
+
+def arguments(spec: cases.Spec):
+    arrays, integers = cases.draw(spec, 0)
+    query, key, value, *mixing = (jnp.asarray(x) for x in arrays)
+    integers = {name: integers.get(name) for name in cases.INTEGERS}
+    return validate(query, key, value, HeadMixing(*mixing), precision="highest", **spec.options, **integers)
+
+
+def assert_equals_blockwise(spec: cases.Spec):
+    """Values and all seven gradients; blockwise has met the oracle on its own."""
+    arrays, integers = cases.draw(spec, 0)
+    cotangent = np.random.default_rng(1).normal(size=(spec.B, spec.T, spec.N, spec.Hv)).astype(np.float32)
+    cotangent /= np.linalg.norm(cotangent)
+    out, gradients = cases.compiled(spec, "pallas")(arrays, integers, cotangent)
+    expected, expected_gradients = cases.compiled(spec, "blockwise")(arrays, integers, cotangent)
+    chex.assert_trees_all_close(out, expected, atol=2e-5)
+    chex.assert_trees_all_close(gradients, expected_gradients, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "atleast"),
+    [
+        # The kept tiles wrap around the buffer several times, and a tile is seen by the two after it.
+        (variant(T=64, S=64, N=2, P=20, window=10), "local", {"lag": 2, "query_tiles": 8}),
+        # Queries wait for keys on their right.
+        pytest.param(variant(T=90, S=90, P=8, causal=None, window=17), "local", {"delay": 1}, marks=pytest.mark.slow),
+        # Several chunks, of which causality skips some.
+        pytest.param(variant(T=600, S=600, N=2, P=2, layout="packed"), "global", {"chunks": 3}, marks=pytest.mark.slow),
+    ],
+    ids=["window", "bidirectional window", "causal"],
+)
+def test_long_sequences(spec, kind, atleast):
+    found = pallas_tpu.spec_of(arguments(spec))
+    assert found.kind == kind
+    for name, size in atleast.items():
+        assert getattr(found, name) >= size, f"{name}={getattr(found, name)}: the case misses its point"
+    assert_equals_blockwise(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", ["virtual", "token", None])
+def test_wide_windows_skip_chunks_on_both_sides(monkeypatch, causal):
+    monkeypatch.setattr(pallas_tpu_plan, "LOCAL_CHUNK", 0)
+    monkeypatch.setattr(pallas_tpu_plan, "GLOBAL_CHUNK", 128)
+    monkeypatch.setattr(pallas_tpu_plan, "GLOBAL_ROWS", 64)
+    spec = variant(T=150, S=150, window=30, causal=causal)
+    found = pallas_tpu.spec_of(arguments(spec))
+    assert found.kind == "global"
+    assert pallas_tpu_cost.chunk_visits(found) < found.query_tiles * found.chunks * 0.75
+    assert_equals_blockwise(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across_heads", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_heads_in_parts(monkeypatch, across_heads, window):
+    spec = variant(T=40, S=40, across_heads=across_heads, window=window)
+    whole = pallas_tpu.spec_of(arguments(spec))
+    assert whole.groups == 1
+    monkeypatch.setattr(pallas_tpu_plan, "VMEM_BYTES", whole.vmem_bytes(backward=True) - 1)
+    assert pallas_tpu.spec_of(arguments(spec)).groups == 2
+    assert_equals_blockwise(spec)
+
+
+def test_what_does_not_fit_says_so(monkeypatch):
+    monkeypatch.setattr(pallas_tpu_plan, "VMEM_BYTES", 2**18)
+    with pytest.raises(NotImplementedError, match=cases.naming("S=64", "P=4", "MiB", "blockwise")):
+        cases.call(BASE, "pallas", *cases.draw(BASE, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [3, None], ids=["local", "global"])
+def test_no_races(window):
+    """The interpreter that tracks every access to memory sees no two of them unordered."""
+    spec = variant(T=24, S=24, N=2, P=20, window=window)
+    args = arguments(spec)
+    found = pallas_tpu.spec_of(args)
+    assert found.kind == ("global" if window is None else "local")
+    operands = prepare.tokens(args, found), prepare.weights(args, found)
+    interpret = pltpu.InterpretParams(detect_races=True)
+    races = _race_detector()
+    out = forward(found, *operands, interpret=interpret)
+    jax.block_until_ready(out)
+    assert races() is False
+    chex.assert_trees_all_close(out, forward(found, *operands, interpret=True), atol=1e-6)
+    jax.block_until_ready(backward(found, *operands, out, interpret=interpret))
+    assert races() is False
+
+
+def _race_detector():
+    for name in ("interpret.interpret_pallas_call", "interpret"):
+        try:
+            module = importlib.import_module(f"jax._src.pallas.mosaic.{name}")
+        except ModuleNotFoundError:
+            continue
+        return lambda: module.races.races_found
+    raise AssertionError("this version of jax keeps its race detector elsewhere")
+
+
+@pytest.mark.parametrize("across_heads", [False, True])
+def test_cost_is_what_a_kernel_executes(across_heads):
+    """Counted from the traced kernel: where a tile arrives, takes its turn and departs in every step."""
+    # One token's window with one pseudo-head: no history, so forward and backward have no idle steps.
+    spec = variant(T=512, S=512, P=1, window=1, across_heads=across_heads)
+    args = arguments(spec)
+    found = pallas_tpu.spec_of(args)
+    assert found.kind == "local"
+    assert found.steps == found.backward_steps == found.key_tiles == found.query_tiles > 1
+    operands = prepare.tokens(args, found), prepare.weights(args, found)
+    out = jax.eval_shape(lambda *x: forward(found, *x, interpret=True), *operands)
+    kernels = {
+        False: (lambda *x: forward(found, *x, interpret=True), operands),
+        True: (lambda *x: backward(found, *x, interpret=True), (*operands, out)),
+    }
+    for is_backward, (kernel, inputs) in kernels.items():
+        counted = jaxpr_flops.matmul_flops(kernel, *inputs) * found.batch * found.steps
+        # The pipeline over heads computes the last head's scores twice.
+        claimed = pallas_tpu_cost.flops(found, is_backward)
+        assert claimed <= counted <= claimed * (1 + 1.01 / found.heads)
+        assert pallas_tpu_cost.cost_estimate(found, is_backward).flops == claimed
+
+
+@pytest.mark.parametrize("pseudo", [1, 2, 3, 4, 8, 20])
+@pytest.mark.parametrize("heads", [1, 4, 6, 20, 64])
+def test_groups_of_tokens_fill_registers(pseudo, heads):
+    for tile in (16, 64, 256):
+        group = pallas_tpu_plan.mixing_group(tile, heads, pseudo)
+        assert tile % group == 0
+        assert group * pseudo % 16 == 0
+        assert group >= 8 or group * pseudo % 8 == 0

@@ -140,6 +140,7 @@ def slab_plan(
     heads: int,
     kv_heads: int,
     pseudo: int,
+    dims: int,
     *,
     causal_by_index: bool,
     band: Band | None,
@@ -154,6 +155,7 @@ def slab_plan(
       heads: N.
       kv_heads: K.
       pseudo: P.
+      dims: head dimension of keys and of values together.
       causal_by_index: whether keys after a query's index can be skipped.
       band: the window's reach where it can be used by index, else None.
       all_heads: keep all heads in one group (base scores share the products of base heads).
@@ -174,6 +176,10 @@ def slab_plan(
     keys = max(slab.keys for slab in slabs)
     queries = max(slab.queries for slab in slabs)
     row_bytes = 4 * batch * (heads // kv_heads) * pseudo * pseudo * keys  # one query token, one key/value head
+    # A group's pseudo-keys and -values may be no larger than all base heads (or than the budget): decoding reads a
+    # long cache with few queries, and must not unfold it P times.
+    mixed_bytes = 4 * batch * pseudo * keys * dims  # one key/value head
+    mixed_limit = max(SCORE_BYTES, 4 * batch * kv_heads * keys * dims)
     # Unrolled slabs may be in flight together, so they share the budget; but a product wants some rows.
     budget = SCORE_BYTES // len(slabs)
     wanted = min(queries, max(1, MIN_ROWS // (pseudo * (heads // kv_heads))))
@@ -181,7 +187,7 @@ def slab_plan(
     if not all_heads:
         while group < kv_heads:
             larger = next(n for n in range(group + 1, kv_heads + 1) if kv_heads % n == 0)
-            if larger * row_bytes * wanted > budget:
+            if larger * row_bytes * wanted > budget or larger * mixed_bytes > mixed_limit:
                 break
             group = larger
     tile = min(queries, max(budget // (group * row_bytes), min(wanted, SCORE_BYTES // (group * row_bytes)), 1))

@@ -121,6 +121,7 @@ def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
         problem.heads,
         problem.kv_heads,
         problem.pseudo,
+        problem.head_dim + problem.value_dim,
         causal_by_index=problem.aligned and problem.causal is not None,
         band=band,
         all_heads=base_scores,

@@ -31,6 +31,31 @@ def _step(attend):
     return step
 
 
+def test_decoding_does_not_unfold_the_cache():
+    """One query against a long cache at P = 8: rotated keys and one group's pseudo-heads, not P times the cache."""
+    batch, length, heads, pseudo, dim = 2, 4096, 8, 8, 64
+    key = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.float32)
+    query = jax.ShapeDtypeStruct((batch, 1, heads, dim), jnp.float32)
+    at, positions = (jax.ShapeDtypeStruct((batch, n), jnp.int32) for n in (1, length))
+    mixing = jax.eval_shape(lambda: HeadMixing.copy(heads, pseudo))
+
+    def decode(query, key, value, mixing, at, positions):
+        return interleaved_head_attention(
+            query,
+            key,
+            value,
+            mixing,
+            rope=Rope(),
+            query_positions=at,
+            key_positions=positions,
+            implementation="blockwise",
+        )
+
+    compiled = jax.jit(decode).lower(query, key, key, mixing, at, positions).compile()
+    cache_bytes = 2 * 4 * key.size
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2.5 * cache_bytes
+
+
 def test_temporaries_of_a_window_layer_grow_with_length_only():
     shares = []
     for tokens in (1024, 4096):

@@ -10,7 +10,6 @@ on-chip memory. They differ in what is kept and how a tile of queries meets its 
 """
 
 import dataclasses
-import itertools
 import math
 from typing import Literal
 
@@ -280,22 +279,26 @@ def plan(
     band = band_of(causal, window) if aligned else None
     if band is not None and band.left >= key_len and (causal is not None or band.right >= query_len):
         band = None  # the window reaches everything
-    shapes = []
+    parts = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]  # key/value heads together, most first
+    candidates = []
     if band is not None:
         wide = (band.left + band.right) * pseudo > 2 * LOCAL_ROWS
         tile = _tile(GLOBAL_ROWS if wide else LOCAL_ROWS, query_len, pseudo)
-        shapes.append(_local(tile, band.left, band.right, pseudo, causal, window))
-    shapes = [shape for shape in shapes if shape["chunk"] <= LOCAL_CHUNK]
+        shape = _local(tile, band.left, band.right, pseudo, causal, window)
+        if shape["chunk"] <= LOCAL_CHUNK:
+            # Moving the kept tiles half as often is worth some memory, but not fewer heads at a time.
+            candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (2, 1)]
     for rows in (GLOBAL_ROWS, GLOBAL_ROWS // 2):
         tile = _tile(rows, query_len, pseudo)
-        shapes.append(_global(tile, query_len, key_len, pseudo, causal if aligned else None, band))
+        shape = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band)
+        candidates += [(shape, k) for k in parts]
     head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
     limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
     if limit is not None:
         limit = min(limit, 2**31 - 1)
     lower = 0 if causal is not None else (None if limit is None else 1 - limit)
-    kv_heads_of_a_part = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]
-    for shape, kv_heads in itertools.product(shapes, kv_heads_of_a_part):
+    needed = 0
+    for shape, kv_heads in candidates:
         heads, tile = kv_heads * (sources // key_sources), shape["tile"]
         found = Spec(
             batch=batch,

@@ -16,10 +16,11 @@ import numpy as np
 
 from iha_jax.data.bigram import Bigram
 from iha_jax.data.config import DataConfig, SourceConfig
-from iha_jax.data.documents import Documents, open_documents
+from iha_jax.data.documents import Documents
 from iha_jax.data.iterator import BatchIterator
 from iha_jax.data.packing import Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
 from iha_jax.data.rows import Manifest
+from iha_jax.data.sources import open_documents
 from iha_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 _LOG = logging.getLogger(__name__)

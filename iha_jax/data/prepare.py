@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from iha_jax.data.config import SourceConfig
-from iha_jax.data.documents import Documents, is_held_out, open_documents
+from iha_jax.data.documents import Documents, is_held_out
 from iha_jax.data.rows import MANIFEST, SPLITS, Manifest, RowFormat
 from iha_jax.data.shards import ShardJob, finished, make_shard
+from iha_jax.data.sources import open_documents
 from iha_jax.data.tokenizers import load_tokenizer, train_tokenizer
 
 _PLAN = "plan.json"

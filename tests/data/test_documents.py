@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from iha_jax.data.config import SourceConfig
-from iha_jax.data.documents import JsonLines, TextFiles, is_held_out, open_documents, stdlib_paths
+from iha_jax.data.documents import is_held_out
+from iha_jax.data.sources import open_documents, stdlib_paths
+from iha_jax.data.text_files import JsonLines, TextFiles
 
 
 def _read(documents):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from iha_jax.data import ByteTokenizer, DataConfig, DataPipeline, SourceConfig, load_tokenizer
-from iha_jax.data.documents import is_held_out, open_documents
+from iha_jax.data.documents import is_held_out
 from iha_jax.data.prepare import PrepareConfig, prepare
+from iha_jax.data.sources import open_documents
 from iha_jax.data.tokenizers import FastTokenizer, document_ids, train_tokenizer
 
 

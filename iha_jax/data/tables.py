@@ -1,0 +1,95 @@
+"""Documents in tables: Parquet files and Hugging Face datasets."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from iha_jax.data.documents import Documents
+
+
+class ParquetFiles(Documents):
+    """One document a row, of one column. Whole row groups are read; the last few are kept."""
+
+    _KEEP = 4
+
+    def __init__(self, paths: Sequence[str], field: str):
+        super().__init__()
+        parquet = _pyarrow_parquet()
+        self._paths, self._field = tuple(paths), field
+        groups = []
+        for i, path in enumerate(paths):
+            metadata = parquet.read_metadata(path)
+            names = metadata.schema.to_arrow_schema().names
+            if field not in names:
+                raise ValueError(f"{path} has no column {field!r}, only {names}: set text_field")
+            groups += [(i, g, metadata.row_group(g).num_rows, metadata.row_group(g).total_byte_size)
+                       for g in range(metadata.num_row_groups)]  # fmt: skip
+        self._groups = np.asarray(groups, np.int64).reshape(-1, 4)
+        self._ends = np.cumsum(self._groups[:, 2])
+        self._cache: collections.OrderedDict[int, list[Any]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> str | None:
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - int(self._ends[group] - self._groups[group, 2])
+        text = self._column(group)[row]
+        return self.text_or_skip(index, text, self._field, f"{self._paths[self._groups[group, 0]]}, row {row}")
+
+    def sizes(self) -> np.ndarray:
+        """Mean stored bytes of each row's group."""
+        rows = self._groups[:, 2]
+        return np.repeat(self._groups[:, 3] // np.maximum(rows, 1), rows)
+
+    def _column(self, group: int) -> list[Any]:
+        with self._lock:
+            if group in self._cache:
+                self._cache.move_to_end(group)
+                return self._cache[group]
+        file, number = self._paths[self._groups[group, 0]], int(self._groups[group, 1])
+        with _pyarrow_parquet().ParquetFile(file) as parquet:
+            column = parquet.read_row_group(number, columns=[self._field]).column(0).to_pylist()
+        with self._lock:
+            self._cache[group] = column
+            while len(self._cache) > self._KEEP:
+                self._cache.popitem(last=False)
+        return column
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_cache": collections.OrderedDict()}
+
+
+class HubDataset(Documents):
+    """A Hugging Face dataset's column."""
+
+    def __init__(self, name: str, subset: str | None, split: str, field: str):
+        super().__init__()
+        try:
+            import datasets  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("source kind 'hub' needs the package 'datasets': pip install 'iha-jax[data]'") from error
+        self._data = datasets.load_dataset(name, subset, split=split)
+        if field not in self._data.column_names:
+            raise ValueError(f"dataset {name!r} has no column {field!r}, only {self._data.column_names}")
+        self._name, self._field = name, field
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> str | None:
+        return self.text_or_skip(index, self._data[index][self._field], self._field, f"{self._name}, row {index}")
+
+    def sizes(self) -> np.ndarray:
+        """A nominal size: the dataset doesn't say."""
+        return np.full(len(self), 1024, np.int64)
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("Parquet files need the package 'pyarrow': pip install 'iha-jax[data]'") from error
+    return parquet

@@ -5,7 +5,7 @@ import sys
 
 from iha_jax.training.cli import parse
 from iha_jax.training.lock import RunLock
-from iha_jax.training.loop import NonFiniteError, Trainer
+from iha_jax.training.loop import Trainer
 from iha_jax.training.signals import StopRequested, StopSignals
 
 
@@ -27,7 +27,7 @@ def main() -> None:
             finally:
                 trainer.close()
             stop.finish()
-    except (ValueError, FileNotFoundError, FileExistsError, NonFiniteError, RuntimeError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -231,6 +231,11 @@ class TrainConfig:
                 f"optimizer.warmup_steps must be below the {self.decay_steps} steps of the schedule, got "
                 f"{self.optimizer.warmup_steps}"
             )
+        if self.log.profile_start is not None and not 0 <= self.log.profile_start < self.steps:
+            raise ValueError(
+                f"log.profile_start must be a step of the run, 0 … {self.steps - 1}, got {self.log.profile_start} "
+                f"with steps {self.steps}"
+            )
         if self.z_loss < 0 or not math.isfinite(self.z_loss):
             raise ValueError(f"z_loss must be at least 0 and finite, got {self.z_loss}")
         if self.max_nonfinite < 1:

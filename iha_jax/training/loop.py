@@ -72,6 +72,7 @@ class Trainer:
         self._losses: list[float] = []
         self._last_loss: tuple[int, float] | None = None
         self._tokens_per_second = 0.0
+        self._tracing = False
 
     # 1. Where the run stands.
 
@@ -146,6 +147,7 @@ class Trainer:
                     self._evaluate_and_save_if_due()
                 self._flush()
         finally:
+            self._end_profile()
             self.display.stop()
 
     def _one_step(self) -> None:
@@ -258,12 +260,24 @@ class Trainer:
         self.display.message(f"saved step {self._done} in {self.config.run_directory}; the same command resumes")
 
     def _profile(self) -> None:
-        start = self.config.log.profile_start
-        if start is not None and self._done == start:
+        """Starts and ends the XProf trace where its steps begin and end."""
+        start, count = self.config.log.profile_start, self.config.log.profile_steps
+        if start is None:
+            return
+        if self._done == start and not self._tracing:
             jax.profiler.start_trace(str(self.config.run_directory / "profile"))
-        if start is not None and self._done == start + self.config.log.profile_steps:
-            jax.block_until_ready(self.state)
-            jax.profiler.stop_trace()
+            self._tracing = True
+        elif self._done == start + count:
+            self._end_profile()
+
+    def _end_profile(self) -> None:
+        """Writes the trace under way, if any: also when the run ends, or is stopped, inside its window."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        jax.block_until_ready(self.state)
+        jax.profiler.stop_trace()
+        self.display.message(f"profile of the steps up to {self._done} in {self.config.run_directory / 'profile'}")
 
     # 4. The end.
 

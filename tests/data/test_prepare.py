@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import chex
@@ -19,6 +20,7 @@ from iha_jax.data.packing import document_pairs, stream_rows
 from iha_jax.data.prepare import PrepareConfig, divide, main, prepare
 from iha_jax.data.rows import Manifest, RowFormat
 from iha_jax.data.tokenizers import ByteTokenizer
+from tests.privileges import unprivileged
 
 
 @pytest.fixture
@@ -177,6 +179,26 @@ def test_errors_are_one_clear_line(corpus, tmp_path, monkeypatch):
             continue
         with pytest.raises(SystemExit, match=f"^error: .*{expected}"):
             main()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_read_only_directory_is_one_error(monkeypatch, exists):
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's own: only its owner may look inside that one
+        os.chmod(folder, 0o755)
+        text, output = pathlib.Path(folder, "text.txt"), pathlib.Path(folder, "rows")
+        text.write_text("A document.")
+        if exists:
+            (output / "receipts").mkdir(parents=True)
+            os.chmod(output, 0o555)
+        os.chmod(folder, 0o555)
+        arguments = ["--source.kind", "files", "--source.path", str(text), "--output", str(output), "--workers", "1"]
+        monkeypatch.setattr(sys, "argv", ["prepare", *arguments])
+        with unprivileged(), pytest.raises(SystemExit, match=rf"^error: .*Permission denied: '{output}"):
+            main()
+        os.chmod(folder, 0o755)
+        if exists:
+            os.chmod(output, 0o755)
+            assert [p.name for p in output.rglob("*")] == ["receipts"]
 
 
 def test_a_full_disk_is_one_error_and_no_half_shard_counts(corpus, tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizers behind one protocol."""
 
+import json
 import pickle
 
 import numpy as np
@@ -9,7 +10,7 @@ from iha_jax.data import ByteTokenizer, DataConfig, DataPipeline, SourceConfig, 
 from iha_jax.data.documents import is_held_out
 from iha_jax.data.prepare import PrepareConfig, prepare
 from iha_jax.data.sources import open_documents
-from iha_jax.data.tokenizers import FastTokenizer, document_ids, train_tokenizer
+from iha_jax.data.tokenizers import FastTokenizer, HubTokenizer, document_ids, train_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "plain", "é€𝄞\n\t\x00", "日本語"])
@@ -105,3 +106,17 @@ def test_parquet_columns(tmp_path):
     assert pickle.loads(pickle.dumps(documents.select(3, 5)))[0] == "four"
     with pytest.raises(ValueError, match=r"no column 'text', only \['body', 'n'\]"):
         open_documents(SourceConfig("files", str(tmp_path)))
+
+
+def test_a_hugging_face_tokenizer_from_its_directory(tmp_path):
+    pytest.importorskip("transformers")
+    train_tokenizer(TEXTS, 400, tmp_path / "tokenizer.json")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
+                "eos_token": "<|end_of_text|>", "clean_up_tokenization_spaces": False}  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, HubTokenizer)
+    assert tokenizer.vocab_size == 400
+    _check(tokenizer)
+    same = FastTokenizer(tmp_path / "tokenizer.json")
+    np.testing.assert_array_equal(document_ids(tokenizer, TEXTS[3]), document_ids(same, TEXTS[3]))

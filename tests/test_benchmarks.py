@@ -1,0 +1,54 @@
+"""Benchmarks run, and count what they say they count."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+
+from benchmarks import step as benchmark
+from iha_jax.data import DataConfig
+from iha_jax.models import IHAConfig, ModelConfig
+from iha_jax.training.config import OptimizerConfig, TrainConfig
+from iha_jax.training.serialization import to_json
+from tests.jaxpr_flops import matmul_flops
+
+CONFIG = TrainConfig(
+    name="one",
+    steps=10,
+    batch_size=4,
+    micro_batches=2,
+    model=ModelConfig(
+        vocab_size=31,
+        max_length=32,
+        num_layers=3,
+        model_dim=16,
+        num_heads=2,
+        pattern=("iha", "local", "mha"),
+        iha=IHAConfig(num_pseudo_heads=2, window=4),
+    ),
+    data=DataConfig(sequence_length=32),
+    optimizer=OptimizerConfig(warmup_steps=2),
+)
+
+
+@pytest.mark.slow
+def test_the_step_is_measured_against_products_of_its_own_sizes(tmp_path, capsys, monkeypatch):
+    programs, flops = benchmark.products(CONFIG)
+    assert len(programs) == 6
+    for program in programs.values():
+        assert matmul_flops(program.func, *program.args) == flops == 2 * 64 * 16 * 64
+    paths = []
+    for config in (CONFIG, dataclasses.replace(CONFIG, name="two")):
+        paths.append(tmp_path / f"{config.name}.json")
+        paths[-1].write_text(to_json(config))
+    monkeypatch.setattr(sys, "argv", ["step.py", str(paths[0]), "--against", str(paths[1]), "--repeats", "2"])
+    benchmark.main()
+    out = capsys.readouterr().out
+    for part in ("2 x 32 tokens, D 16, F 64", "1 x iha core", "1 x local core", "1 x mha core", "logits and loss"):
+        assert part in out
+    shares = [float(share) for share in re.findall(r"([\d.]+)% of the matmul rate", out)]
+    assert len(shares) == 2
+    assert 0 < shares[0] <= shares[1]  # masked pairs and recomputation make executed FLOPs the larger
+    assert re.search(r"one / two: step time \d", out)
+    assert "model FLOPs 1.000" in out

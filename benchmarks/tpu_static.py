@@ -87,22 +87,34 @@ def regions_of(listing: str) -> list[Region]:
     return found
 
 
-def bundles_per_step(regions: list[Region], spec: Spec | None) -> float:
+def bundles_per_step(regions: list[Region], spec: Spec | None, steps: int) -> float:
     """Bundles of a grid step, on average over the grid."""
-    total = 0.0
+    total, sweeps = 0.0, 0
+    share = 1.0
+    if spec is not None and spec.kind == "global":
+        # Keys arrive (and depart) in some steps, queries take their turns in others.
+        share = spec.query_tiles / max(steps // max(spec.batch, 1), spec.query_tiles)
     for region in regions:
         if region.depth == 0:
             continue
         arithmetic = sum(op in ("vmul", "vadd", "vsub", "vmax", "vmatmul", "vsel") for op in region.operations)
         loads = region.operations.count("vld")
-        times = 1.0
+        times = share
         if region.depth >= 2:
-            times = float(region.trips or 1)
-            if region.trips is None and spec is not None and spec.kind == "global":
-                times = pallas_tpu_cost.chunk_visits(spec) / spec.query_tiles
+            times = float(region.trips or 1) * share
             if not arithmetic:
                 # Clearing at the start of a sequence, or moving the kept tiles once in so many steps.
                 times = 0.0 if not loads else times / (spec.slots if spec is not None else 1)
+            elif region.trips is None and spec is not None and spec.kind == "global":
+                # Loops over chunks, in pairs where some chunks need no mask.
+                visits = pallas_tpu_cost.chunk_visits(spec) / spec.query_tiles
+                free = 0.0
+                if spec.free == "past":
+                    free = sum(i * spec.rows // spec.chunk for i in range(spec.query_tiles)) / spec.query_tiles
+                elif spec.free:
+                    free = spec.free // spec.chunk
+                times *= visits if not free else (visits - free if sweeps % 2 else free)
+                sweeps += region.bundles > 60  # shorter stretches belong to the loop before
         total += region.bundles * times
     return total
 
@@ -131,7 +143,7 @@ def spec_of(heads, pseudo, dim, tokens, window) -> Spec | None:
     with contextlib.suppress(DoesNotFit):
         return plan(
             batch=1, query_len=tokens, key_len=tokens, sources=heads, key_sources=heads, head_dim=dim, value_dim=dim,
-            pseudo=pseudo, causal="virtual", window=window or None, aligned=True, across_heads=False,
+            pseudo=pseudo, causal="virtual", window=window or None, aligned=True, plain=True, across_heads=False,
             scale=dim**-0.5, logits_soft_cap=None, precision=None, dtype="bfloat16",
         )  # fmt: skip
     return None
@@ -218,7 +230,7 @@ def main() -> None:
             for kernel, listing in new_listings(known).items():
                 regions = regions_of(listing)
                 steps = grid_steps(listing)
-                bundles = bundles_per_step(regions, spec if name == "pallas" else None)
+                bundles = bundles_per_step(regions, spec if name == "pallas" else None, steps)
                 groups = spec.groups if spec is not None and name == "pallas" else 1
                 estimate = bundles * steps * groups / (clock * 1e6)
                 line = f"    {kernel:26s} {bundles:8.0f} bundles x {steps * groups} steps = {estimate:7.2f} ms"

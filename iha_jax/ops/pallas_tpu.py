@@ -50,6 +50,7 @@ def spec_of(args: Arguments) -> Spec:
         causal=args.causal,
         window=args.window,
         aligned=args.aligned,
+        plain=args.default_positions and not args.segmented,
         across_heads=args.mixing.collapse.ndim == 3,
         scale=args.scale,
         logits_soft_cap=args.logits_soft_cap,

@@ -234,8 +234,7 @@ def _attend(
         for i in range(spec.query_groups):
             part = slice(i * size, (i + 1) * size)
             if pseudo_out is not None:
-                d_rows = scratch.d_out[i].astype(spec.dtype)
-                out.collapse[head] += tile.dot(spec, d_rows, pseudo_out[part].astype(spec.dtype), (1, 1))
+                out.collapse[head] += tile.dot(spec, scratch.d_out[i], pseudo_out[part], (1, 1))
             d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
             scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
 

@@ -3,7 +3,6 @@
 import math
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -31,7 +30,7 @@ class HeadChain:
         if not spec.across_heads:
             return d_out[self.head].astype(spec.dtype)
         turned = self.extra.collapse_t[self.head]
-        groups = [tile.dot(spec, turned, d_out[i].astype(spec.dtype)) for i in range(spec.query_groups)]
+        groups = [tile.dot(spec, turned, d_out[i]) for i in range(spec.query_groups)]
         return jnp.concatenate(groups, axis=0).astype(spec.dtype)
 
     def d_probabilities(self, at) -> Array:
@@ -89,21 +88,20 @@ class HeadChain:
 
 def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: HeadChain):
     """Global: the softmax's statistics and the means over all visible chunks, then the gradients."""
-    low, high = tile.chunk_range(spec, number)
     chain.held = chain.d_out  # outside the loops
 
-    def chunk(j):
+    def chunk(j, masked):
         at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
-        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
+        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j]) if masked else None
         return (
             at,
             *tile.logits(spec, scratch.query[chain.head], scratch.key[chain.kv, at, :], bias),
             chain.d_probabilities(at),
         )
 
-    def statistics(j, carry):
+    def statistics(j, carry, masked):
         top, total, mean = carry
-        _, scores, _, d_probabilities = chunk(j)
+        _, scores, _, d_probabilities = chunk(j, masked)
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         weight, shrink = jnp.exp2(scores - new), jnp.exp2(top - new)
         product = chain.times(weight, d_probabilities)
@@ -112,12 +110,12 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
 
     nothing = jnp.zeros((spec.rows, 1), F32)
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
-    top, total, mean = lax.fori_loop(low, high, statistics, start)
+    top, total, mean = tile.over_chunks(spec, number, statistics, start)
     over = tile.reciprocal(total)
     mean = mean * over
 
-    def gradients(j, carry):
-        at, scores, slope, d_probabilities = chunk(j)
+    def gradients(j, carry, masked):
+        at, scores, slope, d_probabilities = chunk(j, masked)
         weight = jnp.exp2(scores - top)
         found = chain.reduce(weight, chain.times(weight, d_probabilities), mean, over, slope)
         found = chain.spread(at, *found)
@@ -126,5 +124,5 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     start = jnp.zeros((spec.rows, spec.head_dim), F32), None
     if spec.across_heads:
         start = start[0], jnp.zeros((spec.rows, spec.value_dim), F32)
-    d_query, pseudo_out = lax.fori_loop(low, high, gradients, start)
+    d_query, pseudo_out = tile.over_chunks(spec, number, gradients, start)
     return d_query, pseudo_out, mean

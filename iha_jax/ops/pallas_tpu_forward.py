@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
@@ -68,13 +67,11 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
 
 
 def in_dtype(spec: Spec, weights: Weights) -> Weights:
-    """The matrices that act on heads, in the heads' dtype; the per-head collapse and rotations stay float32."""
-    across = weights.collapse.astype(spec.dtype) if spec.across_heads else weights.collapse
+    """The matrices that mix heads, in the heads' dtype; the collapse and rotations stay float32."""
     return weights._replace(
         query=weights.query.astype(spec.dtype),
         key=weights.key.astype(spec.dtype),
         value=weights.value.astype(spec.dtype),
-        collapse=across,
     )
 
 
@@ -212,7 +209,7 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         if spec.across_heads:
             size = spec.query_group * spec.pseudo
             for i in range(spec.query_groups):
-                part = result[i * size : (i + 1) * size].astype(spec.dtype)
+                part = result[i * size : (i + 1) * size]
                 scratch.out[i] += tile.dot(spec, weights.collapse[head], part)
         else:
             scratch.out[head] = result
@@ -259,29 +256,28 @@ def _weights(spec: Spec, weights: Weights, head, scores: Array, over: Array) -> 
 def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
     """Global: statistics over all visible chunks, then the result from the same scores."""
     query, kv = scratch.query[head], tile.kv_head(spec, head)
-    low, high = tile.chunk_range(spec, number)
 
-    def scores_of(j):
+    def scores_of(j, masked):
         at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
-        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j])
+        bias = tile.mask_bias(spec, columns, tokens.key_index[0, j]) if masked else None
         return tile.logits(spec, query, scratch.key[kv, at, :], bias)[0], at
 
-    def statistics(j, carry):
+    def statistics(j, carry, masked):
         top, total = carry
-        scores, _ = scores_of(j)
+        scores, _ = scores_of(j, masked)
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         return new, total * jnp.exp2(top - new) + jnp.sum(jnp.exp2(scores - new), axis=1, keepdims=True)
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
-    top, total = lax.fori_loop(low, high, statistics, start)
+    top, total = tile.over_chunks(spec, number, statistics, start)
     over = tile.reciprocal(total)
 
-    def result(j, carry):
-        scores, at = scores_of(j)
+    def result(j, carry, masked):
+        scores, at = scores_of(j, masked)
         found = _weights(spec, weights, head, jnp.exp2(scores - top), over)
         return carry + tile.dot(spec, found, scratch.value[kv, at, :])
 
-    return lax.fori_loop(low, high, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))
+    return tile.over_chunks(spec, number, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))
 
 
 def _write_heads(spec: Spec, scratch: Scratch, out_ref) -> None:

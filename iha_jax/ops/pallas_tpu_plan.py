@@ -88,6 +88,8 @@ class Spec:
       across_heads: the collapse.
       distance: half-open range of allowed (query index - key index), None for no limit.
       reach: how far keys can lie before and after a query by index, for skipping chunks, None for no limit.
+      free: global: chunks of this many leading pseudo-keys need no mask: ``"past"``, those before a tile of queries;
+        or their number, the same for all queries (0: every chunk is masked).
       scale: of the logits.
       logits_soft_cap: cap, or None.
       precision: of contractions of float32.
@@ -119,6 +121,7 @@ class Spec:
     across_heads: bool
     distance: tuple[int | None, int | None]
     reach: tuple[int | None, int | None]
+    free: Literal["past"] | int
     scale: float
     logits_soft_cap: float | None
     precision: jax.lax.PrecisionLike
@@ -208,7 +211,7 @@ class Spec:
         query_rows, key_rows = self.query_group * self.pseudo, self.key_group * self.pseudo
         mixing = self.heads * matrix(query_rows, self.query_base) + 2 * self.kv_heads * matrix(key_rows, self.key_base)
         if self.across_heads:
-            collapse = self.heads * matrix(self.out_base, query_rows) * size
+            collapse = self.heads * matrix(self.out_base, query_rows) * f32
         else:
             collapse = self.heads * self.rows * LANES * f32
         base = self.query_groups * self.query_base * h + self.key_groups * self.key_base * (h + v)
@@ -230,7 +233,7 @@ class Spec:
         total += 2 * self.tile * (heads * jnp.dtype(self.gradient_dtype).itemsize + self.key_sources * (h + v) * size)
         turned = self.query_base * round_up(self.heads * query_rows, LANES)
         turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
-        total += turned * size + 2 * mixing * f32 + collapse // size * f32 * (3 if self.across_heads else 1)
+        total += turned * size + 2 * mixing * f32 + collapse * (3 if self.across_heads else 1)
         total += self.kv_heads * self.buffer * (h + v) * f32 + base * f32
         total += self.kv_heads * self.rows * max(h, v) * size
         if local:
@@ -265,6 +268,7 @@ def plan(
     causal: Causal,
     window: int | None,
     aligned: bool,
+    plain: bool = False,
     across_heads: bool,
     scale: float,
     logits_soft_cap: float | None,
@@ -272,6 +276,8 @@ def plan(
     dtype: str,
 ) -> Spec:
     """The kernel call that serves a problem; its heads may be a part of all, to be run one part after the other.
+
+    ``aligned`` is as in `Arguments`; ``plain`` says that positions are 0, 1, 2, … and that there are no segments.
 
     Raises:
       DoesNotFit: if not even one key/value head's part fits on chip.
@@ -317,6 +323,7 @@ def plan(
             out_heads=sources if across_heads else heads,
             across_heads=across_heads,
             distance=(lower, limit),
+            free=0 if not plain or window is not None else ("past" if causal is not None else key_len * pseudo),
             scale=float(scale),
             logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
             precision=precision,

@@ -49,8 +49,8 @@ class Tokens(NamedTuple):
 class Weights(NamedTuple):
     """The mixing tensors as matrices that act on a group of tokens, and the rotation by the pseudo-head's number.
 
-    All float32; the kernels' products take them in the dtype of the heads. Where the heads are attended with in parts,
-    the four matrices have a first axis for the part.
+    All float32; mixing takes them in the dtype of the heads, the collapse as they are. Where the heads are attended
+    with in parts, the four matrices have a first axis for the part.
 
     Attributes:
       query: ``[n, P*g, M*g]``, rows (pseudo-head, token), columns (source, token), padded.

@@ -169,14 +169,14 @@ def unmix_heads(spec: Spec, d_ref, size: int, dim: int, turned_ref, base_ref, d_
     for_each(heads // stack, some)
 
 
-def logits(spec: Spec, query: Array, key: Array, bias: Array) -> tuple[Array, Array | None]:
+def logits(spec: Spec, query: Array, key: Array, bias: Array | None) -> tuple[Array, Array | None]:
     """Masked logits over log 2, ``[rows, chunk]``, and their derivative by the products where there is a cap."""
-    scores = dot(spec, query, key, (1, 1))
-    if spec.logits_soft_cap is None:
-        return scores + bias, None
-    cap = spec.logits_soft_cap * LOG2_E
-    bent = jnp.tanh(scores)
-    return bent * cap + bias, cap * (1.0 - bent * bent)
+    scores, slope = dot(spec, query, key, (1, 1)), None
+    if spec.logits_soft_cap is not None:
+        cap = spec.logits_soft_cap * LOG2_E
+        bent = jnp.tanh(scores)
+        scores, slope = bent * cap, cap * (1.0 - bent * bent)
+    return (scores if bias is None else scores + bias), slope
 
 
 def as_column(x: Array) -> Array:
@@ -250,6 +250,19 @@ def chunk_range(spec: Spec, tile: Array) -> tuple[Array | int, Array | int]:
     return low, high
 
 
+def over_chunks(spec: Spec, tile: Array, body, carry):
+    """``carry = body(chunk, carry, masked)`` over the chunks a tile of queries can see (global)."""
+    low, high = chunk_range(spec, tile)
+    if spec.free == "past":
+        free = lax.div(tile * spec.rows, spec.chunk)
+    else:
+        free = spec.free // spec.chunk
+    if not (isinstance(free, int) and free == 0):
+        carry = lax.fori_loop(low, free, lambda j, carry: body(j, carry, False), carry)
+        low = free
+    return lax.fori_loop(low, high, lambda j, carry: body(j, carry, True), carry)
+
+
 def for_each(count: int, body) -> None:
     """A loop without a carry; none where there is one turn."""
     if count == 1:
@@ -293,12 +306,20 @@ def pipeline(count: int, first, second, third) -> None:
 
 
 def zero(ref) -> None:
-    """Clears a ref, one entry of its first axis after the other."""
+    """Clears a ref of three axes, some rows of one entry after the other."""
+    rows = ref.shape[1]
+    if rows > 512:
+        rows = max(n for n in range(8, 513, 8) if rows % n == 0)
+    turns = ref.shape[1] // rows
 
     def clear(i):
-        ref[i] = jnp.zeros(ref.shape[1:], ref.dtype)
+        if turns == 1:
+            ref[i] = jnp.zeros((rows, ref.shape[2]), ref.dtype)
+        else:
+            start = pl.multiple_of(lax.rem(i, turns) * rows, 8)
+            ref[lax.div(i, turns), pl.ds(start, rows), :] = jnp.zeros((rows, ref.shape[2]), ref.dtype)
 
-    for_each(ref.shape[0], clear)
+    for_each(ref.shape[0] * turns, clear)
 
 
 def window_start(spec: Spec, step: Array) -> tuple[Array | int, Array | int, Array | int]:

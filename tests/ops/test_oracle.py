@@ -26,6 +26,7 @@ class OracleSuite:
     """Subclassed once for each implementation, which says what it cannot do."""
 
     implementation: str
+    mean_tolerance = MEAN_TOLERANCE
 
     def unsupported(self, spec: cases.Spec) -> str | None:
         """Why the implementation cannot serve a case, if it cannot; it must then raise NotImplementedError."""
@@ -57,7 +58,7 @@ class OracleSuite:
         error = np.abs(out - expected) / np.maximum(1, np.abs(expected))
         where = f"{spec}, seed {seed}"
         assert error.max() <= OUTPUT_TOLERANCE[spec.dtype], f"output off by {error.max():.2e}: {where}"
-        assert error.mean() <= MEAN_TOLERANCE[spec.dtype], f"output off by {error.mean():.2e} on average: {where}"
+        assert error.mean() <= self.mean_tolerance[spec.dtype], f"output off by {error.mean():.2e} on average: {where}"
 
         exact = [np.asarray(x, np.float64) for x in arrays]
         function = lambda *inputs: (cases.expected(spec, inputs, integers) * cotangent).sum()  # noqa: E731
@@ -109,6 +110,8 @@ class TestPallas(OracleSuite):
     """The fused kernels, interpreted. Compiling an interpreted kernel takes seconds: fewer cases every day."""
 
     implementation = "pallas"
+    # The matrix unit takes mixing weights and probabilities of bfloat16 heads in bfloat16 too: two more roundings.
+    mean_tolerance = {**MEAN_TOLERANCE, "bfloat16": 8e-3}  # noqa: RUF012
 
     @pytest.mark.parametrize(
         "number", [pytest.param(i, marks=[] if i in EVERY_DAY_PALLAS else pytest.mark.slow) for i in range(ALL)]

@@ -67,8 +67,11 @@ def assert_equals_blockwise(spec: cases.Spec):
         pytest.param(variant(T=90, S=90, P=8, causal=None, window=17), "local", {"delay": 1}, marks=pytest.mark.slow),
         # Several chunks, of which causality skips some.
         pytest.param(variant(T=600, S=600, N=2, P=2, layout="packed"), "global", {"chunks": 3}, marks=pytest.mark.slow),
+        # Chunks that are visible to all of a tile's queries are not masked.
+        pytest.param(variant(T=300, S=300), "global", {"chunks": 3}, marks=pytest.mark.slow),
+        pytest.param(variant(T=300, S=290, causal=None, rope=None), "global", {"chunks": 3}, marks=pytest.mark.slow),
     ],
-    ids=["window", "bidirectional window", "causal"],
+    ids=["window", "bidirectional window", "causal", "causal without masks", "bidirectional"],
 )
 def test_long_sequences(spec, kind, atleast):
     found = pallas_tpu.spec_of(arguments(spec))

@@ -3,6 +3,7 @@
 import logging
 import sys
 
+from iha_jax.training.checkpoint import one_error_per_failed_save
 from iha_jax.training.cli import parse
 from iha_jax.training.lock import RunLock
 from iha_jax.training.loop import Trainer
@@ -14,6 +15,7 @@ def main() -> None:
     config = parse(sys.argv[1:])
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] (a log file is followed)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    one_error_per_failed_save()
     try:
         with StopSignals() as stop, RunLock(config.run_directory):
             trainer = Trainer(config, stop)

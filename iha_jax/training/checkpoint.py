@@ -5,12 +5,15 @@ A checkpoint is a directory ``checkpoints/<step>`` with the items ``params``, ``
 ``progress`` (JSON). It appears under its name only once complete.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
 import pathlib
 import shutil
+import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -87,24 +90,33 @@ class Checkpoints:
           iterator: of the training data, just after the step's batch.
           progress: anything JSON, given back by ``restore``.
           loss: held-out loss at this step where there is one: what ``keep_best`` ranks.
+
+        Raises:
+          OSError: this checkpoint, or the one before in the background, could not be written.
         """
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                optimizer=ocp.args.StandardSave(state.optimizer),
-                counters=ocp.args.StandardSave({name: getattr(state, name) for name in _COUNTERS}),
-                rng=ocp.args.StandardSave({"key": jax.random.key_data(state.key)}),
-                data=grain.checkpoint.CheckpointSave(iterator),
-                progress=ocp.args.JsonSave(progress),
-            ),
-            metrics=None if loss is None or not np.isfinite(loss) else {"held_out_loss": float(loss)},
-            force=True,
-        )
+        with self._reported():
+            self._manager.save(
+                int(state.step),
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    optimizer=ocp.args.StandardSave(state.optimizer),
+                    counters=ocp.args.StandardSave({name: getattr(state, name) for name in _COUNTERS}),
+                    rng=ocp.args.StandardSave({"key": jax.random.key_data(state.key)}),
+                    data=grain.checkpoint.CheckpointSave(iterator),
+                    progress=ocp.args.JsonSave(progress),
+                ),
+                metrics=None if loss is None or not np.isfinite(loss) else {"held_out_loss": float(loss)},
+                force=True,
+            )
 
     def wait(self) -> None:
-        """Returns when a save in flight is on disk."""
-        self._manager.wait_until_finished()
+        """Returns when a save in flight is on disk.
+
+        Raises:
+          OSError: it could not be written.
+        """
+        with self._reported():
+            self._manager.wait_until_finished()
 
     def restore(self, target: TrainState, iterator: BatchIterator | None) -> Restored | None:
         """The newest checkpoint that can be read, or None where there is none.
@@ -141,8 +153,25 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for a save in flight and ends Orbax's threads."""
-        self._manager.close()
+        """Waits for a save in flight and ends Orbax's threads.
+
+        Raises:
+          OSError: it could not be written.
+        """
+        with self._reported():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Gives one error for whatever the layers below say of a failed write."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise OSError(
+                f"a checkpoint in {self._directory} could not be written; is the disk full? The ones before are as "
+                f"they were ({type(error).__name__}: {reason})"
+            ) from error
 
     def _restore_step(self, step: int, target: TrainState, iterator: BatchIterator | None) -> Restored:
         def abstract(tree: Any) -> Any:
@@ -195,6 +224,22 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             shutil.move(source, target)
         self._manager.reload()
+
+
+def one_error_per_failed_save() -> None:
+    """For programs: keeps hundreds of lines of tracebacks off the screen when a disk is full; the error is raised.
+
+    Orbax logs a traceback in every layer that a failed write passes (through ``absl``), and the writes that TensorStore
+    still has in flight report to an event loop that is gone.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

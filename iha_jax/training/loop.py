@@ -1,5 +1,6 @@
 """The training loop: data in, steps, evaluations, checkpoints, and a clean end whatever happens."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -301,10 +302,11 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the threads of the data, the checkpoints and the metrics."""
-        self._iterator.close()
-        self._checkpoints.close()
-        if hasattr(self, "_writer"):
-            self._writer.close()
+        with contextlib.ExitStack() as each:  # the others are closed though one fails
+            if hasattr(self, "_writer"):
+                each.callback(self._writer.close)
+            each.callback(self._checkpoints.close)
+            each.callback(self._iterator.close)
 
     def _sample(self) -> None:
         options = self.config.sample

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -13,6 +14,7 @@ import pytest
 
 import train
 from iha_jax.data import SourceConfig
+from iha_jax.training.checkpoint import Checkpoints
 from iha_jax.training.config import CheckpointConfig, EvaluationConfig, LogConfig
 from iha_jax.training.display import Display
 from iha_jax.training.lock import RunLock
@@ -62,9 +64,43 @@ def test_a_directory_that_cannot_be_written_is_one_line(tiny, monkeypatch):
         path.write_text(to_json(tiny(directory=folder)))
         os.chmod(folder, 0o555)
         monkeypatch.setattr(sys, "argv", ["train.py", str(path)])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back what main replaces
         with unprivileged(), pytest.raises(SystemExit, match=rf"^error: .*Permission denied: '{folder}/run'$"):
             train.main()
         os.chmod(folder, 0o755)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_error_and_the_checkpoints_before_stay(tiny, tmp_path):
+    # A limit on file sizes stands for the full disk: the system refuses the write in the same way. It is enough for
+    # the metrics, and too little for the optimizer's arrays.
+    script = (
+        "import resource, sys\n"
+        "from iha_jax.training import checkpoint\n"
+        "save = checkpoint.Checkpoints.save\n"
+        "def full_from_step_4(self, state, *arguments):\n"
+        "    if int(state.step) == 4:\n"
+        "        self.wait()\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
+        "    save(self, state, *arguments)\n"
+        "checkpoint.Checkpoints.save = full_from_step_4\n"
+        "import train; train.main()\n"
+    )
+    path = tmp_path / "config.json"
+    config = tiny()
+    path.write_text(to_json(config))
+    root = str(pathlib.Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # its files would be refused, too
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: a checkpoint in {config.run_directory}/checkpoints could not be written; is the")
+    saved = Checkpoints(config.run_directory / "checkpoints", config.checkpoint)
+    assert saved.steps() == [2]
+    saved.close()
 
 
 def _resident_bytes():

@@ -295,7 +295,7 @@ def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch,
 
     def of_keys(head):
         for i in range(spec.key_groups):
-            d_mixed = scratch.d_key[head, pl.ds(start + i * size, size), :]
+            d_mixed = scratch.d_key[head, tile.rows_at(start, i * size, size), :]
             d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
             scratch.unmixed[head, i * size : (i + 1) * size, 0:h] = d_mixed.astype(spec.dtype)
 

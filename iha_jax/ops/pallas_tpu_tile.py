@@ -124,9 +124,14 @@ def mix_heads(spec: Spec, *mixes: Mix) -> None:
                         part = rotate(part, mix.rotation.cos[...], mix.rotation.sin[...])
                     elif mix.scale != 1.0:
                         part = part * mix.scale
-                    mix.out[first + n, pl.ds(mix.start + i * size, size), :] = part.astype(spec.dtype)
+                    mix.out[first + n, rows_at(mix.start, i * size, size), :] = part.astype(spec.dtype)
 
     for_each(heads // stack, some)
+
+
+def rows_at(start, offset: int, size: int):
+    """Rows from ``start + offset`` on; old compilers forget that a sum of multiples of 16 is one."""
+    return pl.ds(start + offset if isinstance(start, int) else pl.multiple_of(start + offset, 16), size)
 
 
 def stack_of(heads: int, rows: int) -> int:

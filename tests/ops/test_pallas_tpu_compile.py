@@ -10,20 +10,21 @@ from iha_jax import HeadMixing, Rope, interleaved_head_attention
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("libtpu")
+if jax.__version_info__ < (0, 8):
+    pytest.skip(
+        "jax 0.7 with its libtpu 0.0.21 dies of a segmentation fault when any program is compiled without a TPU: "
+        "the client asks for default layouts that this libtpu does not know",
+        allow_module_level=True,
+    )
 
 PAPER = {"N": 20, "P": 20, "H": 128, "T": 8192, "window": 10}
 
 
 @pytest.fixture(autouse=True)
 def no_tpu_here(monkeypatch):
-    """libtpu asks neither a metadata server nor other processes; old ones get the serialization they know."""
+    """libtpu asks neither a metadata server nor other processes."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    if jax.__version_info__ < (0, 8):
-        # With a TPU at hand jax asks it how old its libtpu is; without one it assumes the newest.
-        from jax._src import tpu_custom_call
-
-        monkeypatch.setattr(tpu_custom_call, "get_ir_version", lambda context: 7)
 
 
 def compile_for(

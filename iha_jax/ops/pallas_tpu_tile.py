@@ -239,7 +239,9 @@ def reciprocal(total: Array) -> Array:
     The hardware's approximation and two Newton steps: a third of the instructions of an exact division.
     """
     total = jnp.maximum(total, 1e-30)
-    guess = pl.reciprocal(total, approx=True)
+    # jax 0.12 moved it.
+    approximate = getattr(pltpu, "reciprocal", None) or pl.reciprocal
+    guess = approximate(total, approx=True)
     guess = guess * (2.0 - total * guess)
     return guess * (2.0 - total * guess)
 

@@ -53,7 +53,7 @@ def test_decoding_does_not_unfold_the_cache():
 
     compiled = jax.jit(decode).lower(query, key, key, mixing, at, positions).compile()
     cache_bytes = 2 * 4 * key.size
-    assert compiled.memory_analysis().temp_size_in_bytes <= 2.5 * cache_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3 * cache_bytes
 
 
 def test_temporaries_of_a_window_layer_grow_with_length_only():

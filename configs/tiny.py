@@ -15,7 +15,7 @@ from iha_jax.training.config import CheckpointConfig, EvaluationConfig, Optimize
 
 CONFIG = TrainConfig(
     name="tiny",
-    steps=320,
+    steps=240,
     batch_size=4,
     model=ModelConfig(
         vocab_size=258,
@@ -23,12 +23,13 @@ CONFIG = TrainConfig(
         num_layers=5,
         model_dim=256,
         num_heads=4,
+        tied_embeddings=False,
         pattern=("iha", "iha", "iha", "iha", "mha"),
         iha=IHAConfig(num_pseudo_heads=4, window="auto"),
     ),
     data=DataConfig(sequence_length=512, held_out_fraction=0.02),
     optimizer=OptimizerConfig(peak_lr=3e-3, final_lr=1e-4, warmup_steps=20),
-    checkpoint=CheckpointConfig(every=100),
-    evaluation=EvaluationConfig(every=100, rows=16, final_rows=64),
+    checkpoint=CheckpointConfig(every=80),
+    evaluation=EvaluationConfig(every=80, rows=16, final_rows=64),
     sample=SampleConfig(prompt="def main(", tokens=200),
 )

@@ -33,21 +33,23 @@ class Embedding(nnx.Module):
           dtype: of embeddings and of the logits' operands, default the parameters'.
           param_dtype: of the parameters.
           precision: of the logits' contraction.
-          embedding_init: of both; default normal with standard deviation ``D**-0.5``, at which a normalised
-            state of unit root mean square gives logits of unit variance. Larger ones would, when tied, start
-            by predicting the token just read.
+          embedding_init: of both. Default for the head, and for a tied table: normal with standard deviation
+            ``D**-0.5``, at which a normalised state of unit root mean square gives logits of unit variance; a
+            larger tied table would start by predicting the token just read. Default for an untied table:
+            standard deviation 1, so that the token itself isn't lost among what the first layers add to it.
           rngs: a ``params`` stream.
         """
         require_positive("Embedding", vocab_size=vocab_size, features=features)
         self.vocab_size, self.dtype, self.precision = vocab_size, dtype, precision
         keys = split_keys(rngs, "table", "head")
-        init = nnx.initializers.normal(features**-0.5) if embedding_init is None else embedding_init
-        table = init(keys["table"], (vocab_size, features), param_dtype)
+        head_init = nnx.initializers.normal(features**-0.5) if embedding_init is None else embedding_init
+        table_init = nnx.initializers.normal(1.0) if embedding_init is None and not tied else head_init
+        table = table_init(keys["table"], (vocab_size, features), param_dtype)
         self.table = parameter(table, ("vocab", "embed"))
         # One assignment: an attribute that is first None is static to flax and takes no parameter later.
         head = None
         if not tied:
-            head = kernel(keys["head"], init, (features,), (vocab_size,), ("embed", "vocab"), param_dtype)
+            head = kernel(keys["head"], head_init, (features,), (vocab_size,), ("embed", "vocab"), param_dtype)
         self.head_kernel = head
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

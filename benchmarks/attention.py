@@ -87,6 +87,8 @@ def executed_over_ideal(shape, rope):
         key_len=tokens,
         heads=heads,
         kv_heads=heads,
+        sources=heads,
+        kv_sources=heads,
         head_dim=dim,
         value_dim=dim,
         pseudo=pseudo,

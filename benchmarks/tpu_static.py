@@ -142,9 +142,9 @@ def new_listings(known: set) -> dict[str, str]:
 def spec_of(heads, pseudo, dim, tokens, window) -> Spec | None:
     with contextlib.suppress(DoesNotFit):
         return plan(
-            batch=1, query_len=tokens, key_len=tokens, sources=heads, key_sources=heads, head_dim=dim, value_dim=dim,
-            pseudo=pseudo, causal="virtual", window=window or None, aligned=True, plain=True, across_heads=False,
-            scale=dim**-0.5, logits_soft_cap=None, precision=None, dtype="bfloat16",
+            batch=1, query_len=tokens, key_len=tokens, sources=heads, key_sources=heads, heads=heads, kv_heads=heads,
+            head_dim=dim, value_dim=dim, pseudo=pseudo, causal="virtual", window=window or None, aligned=True,
+            plain=True, across_heads=False, scale=dim**-0.5, logits_soft_cap=None, precision=None, dtype="bfloat16",
         )  # fmt: skip
     return None
 

@@ -112,6 +112,25 @@ def current_spec(axes: LogicalAxes) -> tuple[PartitionSpec | None, bool]:
     return _active.get().resolve(axes, tuple(mesh.axis_names)), explicit
 
 
+def mesh_sizes() -> dict[str, int]:
+    """Name and size of every axis of the mesh in force; empty without one, and within `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
+        return {}
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def mesh_axes(name: str) -> MeshAxes:
+    """The axes of the mesh in force that the rules in force split a logical axis over."""
+    return tuple(axis for axis in getattr(_active.get(), name) if axis in mesh_sizes())
+
+
+def lay_out(x: Array, spec: PartitionSpec) -> Array:
+    """Puts x in this layout where the mesh is explicit and wants it said."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return compat.reshard(x, spec) if explicit else x
+
+
 def constrain(x: Array, axes: LogicalAxes) -> Array:
     """Lays x out by its logical axes; x itself without a mesh."""
     spec, explicit = current_spec(axes)

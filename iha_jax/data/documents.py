@@ -4,6 +4,7 @@ A source answers ``len()`` and ``[i]``, so that shuffling, slicing per process a
 can't be read is a counted skip: ``[i]`` gives None and ``skipped`` says why.
 """
 
+import abc
 import collections
 import hashlib
 import logging
@@ -16,7 +17,7 @@ import numpy as np
 _LOG = logging.getLogger(__name__)
 
 
-class Documents:
+class Documents(abc.ABC):
     """Texts by index; None stands for one that was skipped.
 
     Attributes:
@@ -33,15 +34,17 @@ class Documents:
         with self._lock:
             return {reason: len(indices) for reason, indices in sorted(self._skipped.items())}
 
+    @abc.abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """How many documents there are, those that will be skipped included."""
 
+    @abc.abstractmethod
     def __getitem__(self, index: int) -> str | None:
-        raise NotImplementedError
+        """The text of a document, or None where it is skipped."""
 
+    @abc.abstractmethod
     def sizes(self) -> np.ndarray:
         """Stored bytes of every document, int64 [len(self)], for dividing work evenly."""
-        raise NotImplementedError
 
     def select(self, start: int, stop: int) -> "Documents":
         """The documents start … stop − 1, cheap to send to another process."""
@@ -64,12 +67,12 @@ class Documents:
         return None
 
     def __getstate__(self):
-        state = dict(self.__dict__)
+        state = dict(vars(self))
         state.pop("_lock")
         return state
 
     def __setstate__(self, state: dict[str, Any]):
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._lock = threading.Lock()
 
 

@@ -34,9 +34,9 @@ class _FileSpans(Documents):
         used, local = np.unique(files, return_inverse=True)
         paths = [self._paths[i] for i in used]
         _FileSpans.__init__(selected, paths, local, self._starts[start:stop], self._stops[start:stop])
-        for name, value in self.__dict__.items():
-            if name not in selected.__dict__:
-                selected.__dict__[name] = value
+        for name, value in vars(self).items():
+            if name not in vars(selected):
+                vars(selected)[name] = value
         return selected
 
     def where(self, index: int) -> str:

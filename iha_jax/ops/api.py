@@ -1,14 +1,18 @@
 """The public operation: validate, choose an implementation, dispatch."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
-from iha_jax.ops.arguments import validate
+from iha_jax import sharding
+from iha_jax.ops.arguments import Arguments, validate
 from iha_jax.ops.blockwise import blockwise
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.pallas_tpu import pallas_tpu, why_not
 from iha_jax.ops.reference import reference
 from iha_jax.ops.rope import Rope
+from iha_jax.ops.sharded import attend_sharded, layout_of
 from iha_jax.ops.types import Causal, Implementation
 
 _IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise, "pallas": pallas_tpu}
@@ -67,28 +71,44 @@ def interleaved_head_attention(
       ValueError: for arguments that contradict each other; both values are named.
       NotImplementedError: when a named implementation cannot serve these arguments.
     """
-    args = validate(
-        query,
-        key,
-        value,
-        mixing,
-        causal=causal,
-        window=window,
-        rope=rope,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
-        precision=precision,
-    )
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f'implementation must be "reference", "blockwise", "pallas" or None, got {implementation!r}.')
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "rope": rope,
+        "scale": scale,
+        "logits_soft_cap": logits_soft_cap,
+        "precision": precision,
+    }
+    integers: dict[str, Any] = {
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "query_segment_ids": query_segment_ids,
+        "key_segment_ids": key_segment_ids,
+    }
+    if not sharding.mesh_sizes():
+        return _attend(implementation, validate(query, key, value, mixing, **options, **integers))
+
+    # On a mesh: once for its errors only, on the whole shapes; then for each device's part.
+    def check(*operands, **integers) -> None:
+        validate(*operands, **options, **integers)
+
+    jax.eval_shape(check, query, key, value, mixing, **integers)
+    layout = layout_of(query, key)
+    if layout is None:
+        return _attend(implementation, validate(query, key, value, mixing, **options, **integers))
+
+    def attend(*operands, **integers):
+        defaults = dict.fromkeys(("query_positions", "key_positions", "query_segment_ids", "key_segment_ids"))
+        return _attend(implementation, validate(*operands, part_of_heads=True, **{**options, **defaults, **integers}))
+
+    return attend_sharded(attend, layout, query, key, value, mixing, causal=causal, window=window, **integers)
+
+
+def _attend(implementation: Implementation, args: Arguments) -> Array:
     if implementation == "pallas":
         reason = why_not(args)
         if reason is not None:
             raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
-    if implementation is None:
-        implementation = "blockwise"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f'implementation must be "reference", "blockwise", "pallas" or None, got {implementation!r}.')
-    return _IMPLEMENTATIONS[implementation](args)
+    return _IMPLEMENTATIONS[implementation or "blockwise"](args)

@@ -20,7 +20,7 @@ class Arguments:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, Hv]``; all three in one dtype, rows of segment 0 set to zero.
-      mixing: the four mixing tensors.
+      mixing: the four mixing tensors; within a shard those of its part of the heads.
       query_positions: int32 ``[B, T]``.
       key_positions: int32 ``[B, S]``.
       query_segment_ids: int32 ``[B, T]``.
@@ -56,16 +56,6 @@ class Arguments:
     default_positions: bool
 
     @property
-    def num_heads(self) -> int:
-        """N."""
-        return self.query.shape[2]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """K."""
-        return self.key.shape[2]
-
-    @property
     def head_dim(self) -> int:
         """H of queries and keys."""
         return self.query.shape[3]
@@ -97,8 +87,11 @@ def validate(
     scale,
     logits_soft_cap,
     precision,
+    part_of_heads: bool = False,
 ) -> Arguments:
     """Checks everything that can be wrong and fills in defaults.
+
+    With ``part_of_heads`` the mixing tensors may make fewer heads than they read from.
 
     Raises:
       ValueError: naming what was given and what was expected.
@@ -106,7 +99,7 @@ def validate(
     if not isinstance(mixing, HeadMixing):
         raise ValueError(f"mixing must be an iha_jax.HeadMixing, got {type(mixing).__name__}.")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    _check_shapes(query, key, value, mixing)
+    _check_shapes(query, key, value, mixing, part_of_heads)
     if causal not in ("virtual", "token", None):
         raise ValueError(f'causal must be "virtual", "token" or None, got {causal!r}.')
     if window is not None:
@@ -179,7 +172,7 @@ def validate(
     )
 
 
-def _check_shapes(query: Array, key: Array, value: Array, mixing: HeadMixing) -> None:
+def _check_shapes(query: Array, key: Array, value: Array, mixing: HeadMixing, part_of_heads: bool) -> None:
     for name, x, letters in (("query", query, "BTNH"), ("key", key, "BSKH"), ("value", value, "BSKH")):
         if x.ndim != 4:
             raise ValueError(f"{name} must be [{', '.join(letters)}], got shape {x.shape}.")
@@ -201,11 +194,13 @@ def _check_shapes(query: Array, key: Array, value: Array, mixing: HeadMixing) ->
     if mixing.query.ndim != 3:
         raise ValueError(f"mixing.query must be [N, N, P], got shape {mixing.query.shape}.")
     pseudo = mixing.query.shape[2]
+    made = mixing.num_heads if part_of_heads else heads
+    kv_made = mixing.num_kv_heads if part_of_heads else kv_heads
     expected = {
-        "query": [(heads, heads, pseudo)],
-        "key": [(kv_heads, kv_heads, pseudo)],
-        "value": [(kv_heads, kv_heads, pseudo)],
-        "collapse": [(heads, pseudo), (heads, heads, pseudo)],
+        "query": [(heads, made, pseudo)],
+        "key": [(kv_heads, kv_made, pseudo)],
+        "value": [(kv_heads, kv_made, pseudo)],
+        "collapse": [(made, pseudo), (heads, made, pseudo)],
     }
     for name, shapes in expected.items():
         shape = getattr(mixing, name).shape

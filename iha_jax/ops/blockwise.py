@@ -195,7 +195,7 @@ def _head_groups(
 ) -> list[Array]:
     """Runs every (queries, number of keys) part for one group of heads after the other: ``[z,t,n,d]`` each."""
     mixing = args.mixing
-    groups = args.num_kv_heads // plan.kv_heads
+    groups = mixing.num_kv_heads // plan.kv_heads
 
     def group_last(x: Array, axis: int) -> Array:
         """Splits a head axis in groups and brings them to the front."""
@@ -226,7 +226,7 @@ def _head_groups(
     if groups == 1:
         return [x[0] for x in _map(body, grouped)]
     zeros = [
-        jnp.zeros((*queries.heads.shape[:2], args.num_heads, args.value.shape[3]), spec.compute_dtype)
+        jnp.zeros((*queries.heads.shape[:2], mixing.collapse.shape[0], args.value.shape[3]), spec.compute_dtype)
         for queries, _ in parts
     ]
     step = _checkpoint(lambda total, mixing: (jax.tree.map(jnp.add, total, body(mixing)), None), in_loop=True)

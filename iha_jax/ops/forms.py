@@ -18,13 +18,18 @@ MAX_BASE_SCORE_BYTES = 2 * MAX_NARROW_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything static that decides how an attention is computed."""
+    """Everything static that decides how an attention is computed.
+
+    ``heads`` and ``kv_heads`` are those computed; a shard computes a part of the heads out of all ``sources``.
+    """
 
     batch: int
     query_len: int
     key_len: int
     heads: int
     kv_heads: int
+    sources: int
+    kv_sources: int
     head_dim: int
     value_dim: int
     pseudo: int
@@ -41,8 +46,10 @@ class Problem:
             batch=args.query.shape[0],
             query_len=args.query.shape[1],
             key_len=args.key.shape[1],
-            heads=args.num_heads,
-            kv_heads=args.num_kv_heads,
+            heads=args.mixing.num_heads,
+            kv_heads=args.mixing.num_kv_heads,
+            sources=args.query.shape[2],
+            kv_sources=args.key.shape[2],
             head_dim=args.head_dim,
             value_dim=args.value.shape[3],
             pseudo=args.num_pseudo_heads,
@@ -137,6 +144,7 @@ def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
 def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[Product]:
     """Every contraction that the forward pass executes, padding and masked pairs included."""
     b, n, k, p = problem.batch, problem.heads, problem.kv_heads, problem.pseudo
+    m, l = problem.sources, problem.kv_sources  # noqa: E741
     h, d = problem.head_dim, problem.value_dim
     if isinstance(plan, NarrowPlan):
         queries = b * plan.padded
@@ -154,18 +162,18 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     result = []
     if form.scores == "pseudo":
         result += [
-            Product("mix queries", queries * n * p * h, n),
-            Product("mix keys", mixed_keys * k * p * h, k),
+            Product("mix queries", queries * n * p * h, m),
+            Product("mix keys", mixed_keys * k * p * h, l),
             Product("scores", pairs * n * p * p, h),
         ]
     else:
         result += [
-            Product("base scores", pairs * n * k, h),
-            Product("mix scores by query", pairs * n * p * k, n),
-            Product("mix scores by key", pairs * n * p * p, k),
+            Product("base scores", pairs * m * l, h),
+            Product("mix scores by query", pairs * n * p * l, m),
+            Product("mix scores by key", pairs * n * p * p, l),
         ]
     if form.values == "mixed":
-        result.append(Product("mix values", mixed_keys * k * p * d, k))
+        result.append(Product("mix values", mixed_keys * k * p * d, l))
     if not problem.across_heads:
         if form.scores == "pseudo":  # a weighted sum of P rows; elsewhere, and backward, fused into the softmax
             result.append(Product("collapse", pairs * n * p, p, gradients=0))
@@ -173,18 +181,18 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
             result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
         else:
             result += [
-                Product("mix weights", pairs * n * k, p),
-                Product("values", queries * n * d, pairs // queries * k, recomputed=False),
+                Product("mix weights", pairs * n * l, p),
+                Product("values", queries * n * d, pairs // queries * l, recomputed=False),
             ]
     elif form.values == "mixed":
         result += [
             Product("pseudo outputs", queries * n * p * d, pairs // queries * p),
-            Product("collapse", queries * n * d * groups, n // groups * p, recomputed=False),
+            Product("collapse", queries * m * d * groups, n // groups * p, recomputed=False),
         ]
     else:
         result += [
-            Product("collapse", pairs * n * k * p, n // k * p),
-            Product("mix weights", pairs * n * k * groups, k // groups * p),
-            Product("values", queries * n * d * groups, pairs // queries * k, recomputed=False),
+            Product("collapse", pairs * m * k * p, n // k * p),
+            Product("mix weights", pairs * m * l * groups, k // groups * p),
+            Product("values", queries * m * d * groups, pairs // queries * l, recomputed=False),
         ]
     return result

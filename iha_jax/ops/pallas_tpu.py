@@ -42,8 +42,10 @@ def spec_of(args: Arguments) -> Spec:
         batch=args.query.shape[0],
         query_len=args.query.shape[1],
         key_len=args.key.shape[1],
-        sources=args.num_heads,
-        key_sources=args.num_kv_heads,
+        sources=args.query.shape[2],
+        key_sources=args.key.shape[2],
+        heads=args.mixing.num_heads,
+        kv_heads=args.mixing.num_kv_heads,
         head_dim=args.head_dim,
         value_dim=args.value.shape[3],
         pseudo=args.num_pseudo_heads,
@@ -70,7 +72,8 @@ def pallas_tpu(args: Arguments) -> Array:
     """
     spec = spec_of(args)
     out: Any = fused(spec, prepare.tokens(args, spec), prepare.weights(args, spec))
-    out = prepare.heads_from_lanes(out, args.query.shape[1], args.num_heads, args.value.shape[3])
+    out_heads = args.mixing.collapse.shape[0]
+    out = prepare.heads_from_lanes(out, args.query.shape[1], out_heads, args.value.shape[3])
     return out.astype(args.query.dtype)
 
 

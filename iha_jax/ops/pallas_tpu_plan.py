@@ -262,6 +262,8 @@ def plan(
     key_len: int,
     sources: int,
     key_sources: int,
+    heads: int,
+    kv_heads: int,
     head_dim: int,
     value_dim: int,
     pseudo: int,
@@ -277,7 +279,8 @@ def plan(
 ) -> Spec:
     """The kernel call that serves a problem; its heads may be a part of all, to be run one part after the other.
 
-    ``aligned`` is as in `Arguments`; ``plain`` says that positions are 0, 1, 2, … and that there are no segments.
+    ``heads`` and ``kv_heads`` are those to compute, out of all the sources. ``aligned`` is as in `Arguments`;
+    ``plain`` says that positions are 0, 1, 2, … and that there are no segments.
 
     Raises:
       DoesNotFit: if not even one key/value head's part fits on chip.
@@ -285,7 +288,7 @@ def plan(
     band = band_of(causal, window) if aligned else None
     if band is not None and band.left >= key_len and (causal is not None or band.right >= query_len):
         band = None  # the window reaches everything
-    parts = [k for k in range(key_sources, 0, -1) if key_sources % k == 0]  # key/value heads together, most first
+    parts = [k for k in range(kv_heads, 0, -1) if kv_heads % k == 0]  # key/value heads together, most first
     candidates = []
     if band is not None:
         wide = (band.left + band.right) * pseudo > 2 * LOCAL_ROWS
@@ -304,8 +307,8 @@ def plan(
         limit = min(limit, 2**31 - 1)
     lower = 0 if causal is not None else (None if limit is None else 1 - limit)
     needed = 0
-    for shape, kv_heads in candidates:
-        heads, tile = kv_heads * (sources // key_sources), shape["tile"]
+    for shape, part in candidates:
+        part_heads, tile = part * (heads // kv_heads), shape["tile"]
         found = Spec(
             batch=batch,
             query_tiles=-(-query_len // tile),
@@ -315,12 +318,12 @@ def plan(
             key_group=mixing_group(tile, key_sources, pseudo),
             sources=sources,
             key_sources=key_sources,
-            groups=key_sources // kv_heads,
-            heads=heads,
-            kv_heads=kv_heads,
+            groups=kv_heads // part,
+            heads=part_heads,
+            kv_heads=part,
             head_dim=head_dim,
             value_dim=value_dim,
-            out_heads=sources if across_heads else heads,
+            out_heads=sources if across_heads else part_heads,
             across_heads=across_heads,
             distance=(lower, limit),
             free=0 if not plain or window is not None else ("past" if causal is not None else key_len * pseudo),

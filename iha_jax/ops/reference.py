@@ -13,7 +13,7 @@ from iha_jax.ops.rope import apply_rope, rope_tables
 def reference(args: Arguments) -> Array:
     """Materialises every pseudo-head and the whole score matrix. Takes validated arguments, any order of tokens."""
     m, p, f32 = args.mixing, args.num_pseudo_heads, args.compute_dtype
-    groups = args.num_heads // args.num_kv_heads
+    groups = m.num_heads // m.num_kv_heads
 
     query = mixing_ops.interleave(mixing_ops.mix(args.query, m.query, args.precision))  # [B, T*P, N, H]
     key = mixing_ops.interleave(mixing_ops.mix(args.key, m.key, args.precision))  # [B, S*P, K, H]

@@ -209,6 +209,8 @@ def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens:
         key_len=tokens,
         heads=n,
         kv_heads=config.kv_heads,
+        sources=n,
+        kv_sources=config.kv_heads,
         head_dim=h,
         value_dim=h,
         pseudo=config.pseudo_heads,

@@ -26,12 +26,16 @@ class OracleSuite:
     """Subclassed once for each implementation, which says what it cannot do."""
 
     implementation: str
-    mean_tolerance = MEAN_TOLERANCE
 
     def unsupported(self, spec: cases.Spec) -> str | None:
         """Why the implementation cannot serve a case, if it cannot; it must then raise NotImplementedError."""
         del spec
         return None
+
+    def mean_limit(self, spec, arrays, integers, cotangent, expected) -> float:
+        """The mean error allowed of an output."""
+        del arrays, integers, cotangent, expected
+        return MEAN_TOLERANCE[spec.dtype]
 
     @pytest.mark.parametrize(
         "number", [*range(FAST), *(pytest.param(i, marks=pytest.mark.slow) for i in range(FAST, ALL))]
@@ -58,7 +62,8 @@ class OracleSuite:
         error = np.abs(out - expected) / np.maximum(1, np.abs(expected))
         where = f"{spec}, seed {seed}"
         assert error.max() <= OUTPUT_TOLERANCE[spec.dtype], f"output off by {error.max():.2e}: {where}"
-        assert error.mean() <= self.mean_tolerance[spec.dtype], f"output off by {error.mean():.2e} on average: {where}"
+        limit = self.mean_limit(spec, arrays, integers, cotangent, expected)
+        assert error.mean() <= limit, f"output off by {error.mean():.2e} on average, above {limit:.2e}: {where}"
 
         exact = [np.asarray(x, np.float64) for x in arrays]
         function = lambda *inputs: (cases.expected(spec, inputs, integers) * cotangent).sum()  # noqa: E731
@@ -110,8 +115,14 @@ class TestPallas(OracleSuite):
     """The fused kernels, interpreted. Compiling an interpreted kernel takes seconds: fewer cases every day."""
 
     implementation = "pallas"
-    # The matrix unit takes mixing weights and probabilities of bfloat16 heads in bfloat16 too: two more roundings.
-    mean_tolerance = {**MEAN_TOLERANCE, "bfloat16": 8e-3}  # noqa: RUF012
+
+    def mean_limit(self, spec, arrays, integers, cotangent, expected):
+        if spec.dtype == "float32":
+            return MEAN_TOLERANCE["float32"]
+        # The matrix unit takes mixing weights and probabilities of bfloat16 heads in bfloat16 too. That may cost as
+        # much again as a computation that materialises pseudo-heads in bfloat16 loses by rounding them.
+        materialised, _ = cases.compiled(spec, "reference")(arrays, integers, cotangent)
+        return 2 * (np.abs(materialised - expected) / np.maximum(1, np.abs(expected))).mean()
 
     @pytest.mark.parametrize(
         "number", [pytest.param(i, marks=[] if i in EVERY_DAY_PALLAS else pytest.mark.slow) for i in range(ALL)]

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from iha_jax import compat, sharding
+from iha_jax import InterleavedHeadAttention, Rope, compat, sharding
 from iha_jax.nn import MLP, Embedding
 from iha_jax.sharding import Rules
 
@@ -34,6 +34,17 @@ def test_no_mesh_no_effect():
     assert sharding.constrain(x, ("batch", None)) is x
 
 
+def place(state, mesh):
+    """Parameters laid out by their axes."""
+
+    def lay_out(variable):
+        spec = Rules().resolve(variable.axes, mesh.axis_names)
+        value = jax.device_put(variable[...], jax.sharding.NamedSharding(mesh, spec))
+        return nnx.Param(value, axes=variable.axes)
+
+    return jax.tree.map(lay_out, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
 @pytest.mark.parametrize(("explicit", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_layers_keep_their_values_and_state_their_layout(explicit, dtype):
     mesh = compat.make_mesh((2, 2, 2), MESH_AXES, explicit=explicit)
@@ -48,17 +59,8 @@ def test_layers_keep_their_values_and_state_their_layout(explicit, dtype):
     graphs, states = zip(*(nnx.split(layer) for layer in (embedding, mlp)), strict=True)
     expected = run(states, tokens)
 
-    def place(variable):
-        spec = Rules().resolve(variable.axes, MESH_AXES)
-        return jax.device_put(variable[...], jax.sharding.NamedSharding(mesh, spec))
-
     with jax.set_mesh(mesh):
-        placed = tuple(
-            jax.tree.map(
-                lambda v: nnx.Param(place(v), axes=v.axes), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
-            )
-            for state in states
-        )
+        placed = tuple(place(state, mesh) for state in states)
         batch = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)))
         logits = jax.jit(run)(placed, batch)
     # Rows of the embedding are split over `tensor`, so the logits' last axis is.
@@ -79,3 +81,24 @@ def test_einsum_is_einsum_values_and_gradients(equation):
 
     ours = through(lambda x, w: sharding.einsum(equation, x, w, axes=(None,) * len(equation.split("->")[1])))
     chex.assert_trees_all_close(ours, through(lambda x, w: jnp.einsum(equation, x, w)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("names", "explicit", "options"),
+    [
+        (("data", "sequence", "tensor"), True, {"window": 4, "num_pseudo_heads": 3}),
+        (("data", "fsdp", "tensor"), False, {"collapse": "across_heads", "num_pseudo_heads": 2}),
+    ],
+)
+def test_an_attention_layer_on_a_mesh(names, explicit, options):
+    mesh = compat.make_mesh((2, 2, 2), names, explicit=explicit)
+    layer = InterleavedHeadAttention(4, 16, num_kv_heads=2, rope=Rope(), rngs=nnx.Rngs(0), **options)
+    graph, state = nnx.split(layer)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    x = jax.random.normal(jax.random.key(1), (4, 16, 16))
+    expected = run(state, x)
+    spec = Rules().resolve(("batch", "sequence", None), names)
+    with jax.set_mesh(mesh):
+        out = run(place(state, mesh), jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
+    assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 3)
+    chex.assert_trees_all_close(jax.device_get(out), jax.device_get(expected), atol=1e-5)

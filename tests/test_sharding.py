@@ -3,13 +3,14 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from iha_jax import InterleavedHeadAttention, Rope, compat, sharding
-from iha_jax.nn import MLP, Embedding
-from iha_jax.sharding import Rules
+from iha_jax.nn import MLP, Embedding, MultiHeadAttention
+from iha_jax.sharding import Rules, use_rules
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -34,11 +35,11 @@ def test_no_mesh_no_effect():
     assert sharding.constrain(x, ("batch", None)) is x
 
 
-def place(state, mesh):
+def place(state, mesh, rules=Rules()):
     """Parameters laid out by their axes."""
 
     def lay_out(variable):
-        spec = Rules().resolve(variable.axes, mesh.axis_names)
+        spec = rules.resolve(variable.axes, mesh.axis_names)
         value = jax.device_put(variable[...], jax.sharding.NamedSharding(mesh, spec))
         return nnx.Param(value, axes=variable.axes)
 
@@ -83,22 +84,32 @@ def test_einsum_is_einsum_values_and_gradients(equation):
     chex.assert_trees_all_close(ours, through(lambda x, w: jnp.einsum(equation, x, w)), rtol=1e-5, atol=1e-5)
 
 
+WITH_SEQUENCE = ("data", "sequence", "tensor")
+
+
 @pytest.mark.parametrize(
-    ("names", "explicit", "options"),
+    ("kind", "names", "explicit", "options"),
     [
-        (("data", "sequence", "tensor"), True, {"window": 4, "num_pseudo_heads": 3}),
-        (("data", "fsdp", "tensor"), False, {"collapse": "across_heads", "num_pseudo_heads": 2}),
+        (InterleavedHeadAttention, WITH_SEQUENCE, True, {"window": 4, "num_pseudo_heads": 3}),
+        (InterleavedHeadAttention, MESH_AXES, False, {"collapse": "across_heads", "num_pseudo_heads": 2}),
+        (MultiHeadAttention, WITH_SEQUENCE, True, {}),
+        (MultiHeadAttention, WITH_SEQUENCE, True, {"window": 4, "num_kv_heads": 1}),
+        (MultiHeadAttention, WITH_SEQUENCE, False, {"window": 11, "causal": False}),
+        (MultiHeadAttention, MESH_AXES, True, {}),
     ],
 )
-def test_an_attention_layer_on_a_mesh(names, explicit, options):
+def test_an_attention_layer_on_a_mesh(kind, names, explicit, options):
     mesh = compat.make_mesh((2, 2, 2), names, explicit=explicit)
-    layer = InterleavedHeadAttention(4, 16, num_kv_heads=2, rope=Rope(), rngs=nnx.Rngs(0), **options)
+    layer = kind(4, 16, **{"num_kv_heads": 2, **options}, rope=Rope(), rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
-    x = jax.random.normal(jax.random.key(1), (4, 16, 16))
+    x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
+    ids = np.sort(np.random.default_rng(1).integers(0, 3, (4, 16)), axis=1).astype(np.int32)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, segment_ids=ids))
     expected = run(state, x)
-    spec = Rules().resolve(("batch", "sequence", None), names)
-    with jax.set_mesh(mesh):
-        out = run(place(state, mesh), jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
+    # One key/value head can't be split: it is kept whole.
+    rules = Rules() if layer.num_kv_heads > 1 else Rules(kv_heads=())
+    spec = rules.resolve(("batch", "sequence", None), names)
+    with jax.set_mesh(mesh), use_rules(rules):
+        out = run(place(state, mesh, rules), jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
     assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 3)
     chex.assert_trees_all_close(jax.device_get(out), jax.device_get(expected), atol=1e-5)

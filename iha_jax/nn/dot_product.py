@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from iha_jax import sharding
+from iha_jax.ops.sharded import attend_sharded, layout_of
+
 # Logits of one piece of work: 64 MiB in float32. Below it everything is one piece and saved for the backward pass;
 # above, pieces are computed in turn and recomputed, so memory does not grow with T*S.
 _MAX_LOGITS = 2**24
@@ -53,8 +56,10 @@ def dot_product_attention(
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype; exactly 0 for a query with nothing to see.
 
+    On a mesh it runs under `jax.shard_map`, split as `iha_jax.ops.sharded` says.
+
     Raises:
-      ValueError: if positions or ids leave open what S != T means.
+      ValueError: if positions or ids leave open what S != T means, or sizes do not divide on the mesh in force.
     """
     query_len, key_len = query.shape[1], key.shape[1]
     for name, for_query, for_key in (
@@ -65,6 +70,35 @@ def dot_product_attention(
             raise ValueError(f"query_{name} without key_{name} needs S = T, got T={query_len} and S={key_len}.")
     if causal and query_positions is None and query_len != key_len:
         raise ValueError(f"causal attention with T={query_len} and S={key_len} needs both position arrays.")
+    layout = layout_of(query, key) if sharding.mesh_sizes() else None
+    if layout is not None:
+
+        def attend(query: Array, key: Array, value: Array, _, **integers: Array) -> Array:
+            return dot_product_attention(
+                query,
+                key,
+                value,
+                causal=causal,
+                window=window,
+                logits_soft_cap=logits_soft_cap,
+                precision=precision,
+                **integers,
+            )
+
+        return attend_sharded(
+            attend,
+            layout,
+            query,
+            key,
+            value,
+            None,
+            causal="token" if causal else None,
+            window=window,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids,
+        )
     # Index order stands for position order where both sides are one sequence.
     aligned = key_positions is None and (key_segment_ids is None or query_segment_ids is None)
     default_positions = query_positions is None and key_positions is None

@@ -1,9 +1,10 @@
-"""The operation on a mesh: each device attends with its part of the rows, tokens and heads.
+"""Attention on a mesh: each device attends with its part of the rows, tokens and heads.
 
 Base heads cross the mesh, pseudo-heads never do. Along the axes that split *heads*, every device gathers all base
-heads (mixing reads them all) and makes only its own pseudo-heads from them. Along those that split the *sequence*,
-window layers fetch a halo of base keys and values from their neighbours, global layers gather them. Rows of the
-*batch* are independent. Transposed, a gather becomes a sum that leaves each device its part.
+heads (mixing reads them all) and makes only its own pseudo-heads from them; plain attention gathers nothing there.
+Along those that split the *sequence*, window layers fetch a halo of base keys and values from their neighbours, global
+layers gather them. Rows of the *batch* are independent. Transposed, a gather becomes a sum that leaves each device its
+part.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ def attend_sharded(
     query: Array,
     key: Array,
     value: Array,
-    mixing: HeadMixing,
+    mixing: HeadMixing | None,
     *,
     causal: Any,
     window: int | None,
@@ -97,7 +98,10 @@ def attend_sharded(
     query_segment_ids: Array | None,
     key_segment_ids: Array | None,
 ) -> Array:
-    """Runs ``attend`` on every device's part; arguments and result are whole arrays laid out on the mesh."""
+    """Runs ``attend`` on every device's part; arguments and result are whole arrays laid out on the mesh.
+
+    Without mixing it is plain attention: heads are independent of each other.
+    """
     self_attention = query.shape[1] == key.shape[1] and (key_positions is None or key_positions is query_positions)
     band = band_of(causal, window)
     if not self_attention or (band is not None and band.left + band.right >= key.shape[1]):
@@ -111,12 +115,16 @@ def attend_sharded(
     integers = {name: x for name, x in integers.items() if x is not None}
     batch, sequence = (axes or None for axes in (layout.batch, layout.sequence))
     heads, kv_heads = (axes or None for axes in (layout.heads, layout.kv_heads))
-    across = mixing.collapse.ndim == 3
+    across = mixing is not None and mixing.collapse.ndim == 3
 
-    def local(query: Array, key: Array, value: Array, mixing: HeadMixing, integers: dict[str, Array]) -> Array:
-        query = _gather(query, layout.heads, 2)
-        key, value = (_gather(x, layout.kv_heads, 2) for x in (key, value))
-        mixing = _own_kv_heads(mixing, layout)
+    def local(query: Array, key: Array, value: Array, mixing: HeadMixing | None, integers: dict[str, Array]) -> Array:
+        if mixing is None:
+            key, value = (_own_kv_heads(x, 2, layout) for x in (key, value))
+        else:
+            own = (_own_kv_heads(x, 1, layout) for x in (mixing.key, mixing.value))
+            mixing = dataclasses.replace(mixing, **dict(zip(("key", "value"), own, strict=True)))
+            query = _gather(query, layout.heads, 2)
+            key, value = (_gather(x, layout.kv_heads, 2) for x in (key, value))
         if layout.shards == 1:
             out = attend(query, key, value, mixing, **integers)
         else:
@@ -135,7 +143,7 @@ def attend_sharded(
 
     of_heads = PartitionSpec(batch, sequence, heads, None)
     of_kv_heads = PartitionSpec(batch, sequence, kv_heads, None)
-    of_mixing = HeadMixing(
+    of_mixing = mixing and HeadMixing(
         query=PartitionSpec(None, heads, None),  # pyright: ignore[reportArgumentType]
         key=PartitionSpec(None, kv_heads, None),  # pyright: ignore[reportArgumentType]
         value=PartitionSpec(None, kv_heads, None),  # pyright: ignore[reportArgumentType]
@@ -152,16 +160,13 @@ def _gather(x: Array, axes: MeshAxes, axis: int) -> Array:
     return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
 
 
-def _own_kv_heads(mixing: HeadMixing, layout: Layout) -> HeadMixing:
-    """The key/value heads that serve this device's query heads, where all are at hand."""
+def _own_kv_heads(x: Array, axis: int, layout: Layout) -> Array:
+    """Of key/value heads that are all at hand, those that serve this device's query heads."""
     if layout.parts == 1 or layout.kv_heads:
-        return mixing
-    kv_heads = mixing.num_kv_heads
-    start = jax.lax.axis_index(layout.heads) * kv_heads // layout.parts
-    own = functools.partial(
-        jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=max(1, kv_heads // layout.parts), axis=1
-    )
-    return dataclasses.replace(mixing, key=own(mixing.key), value=own(mixing.value))
+        return x
+    heads = x.shape[axis]
+    start = jax.lax.axis_index(layout.heads) * heads // layout.parts
+    return jax.lax.dynamic_slice_in_dim(x, start, max(1, heads // layout.parts), axis)
 
 
 def _filled(integers: dict[str, Array], layout: Layout, query: Array, key: Array, causal: Any) -> dict[str, Array]:
@@ -193,7 +198,7 @@ def _with_halo(
     query: Array,
     key: Array,
     value: Array,
-    mixing: HeadMixing,
+    mixing: HeadMixing | None,
     integers: dict[str, Array],
 ) -> Array:
     """Self-attention within this device's tokens and the neighbours' that the window reaches.

@@ -97,9 +97,10 @@ def test_cross_attention_gathers_the_context():
 def collectives(mesh, options, heads=(4, 4, 3), across=False, gradients=False):
     """(operation, elements of its result) of the compiled program for one device."""
     *arrays, _, cotangent = operands(8, 64, *heads, across, "plain")
-    with jax.set_mesh(compat.make_mesh(tuple(mesh.values()), tuple(mesh))):
+    devices = compat.make_mesh(tuple(mesh.values()), tuple(mesh))
+    with jax.set_mesh(devices):
         place = lambda x, *axes: jax.device_put(  # noqa: E731
-            x, NamedSharding(jax.sharding.get_mesh(), Rules().resolve(axes, tuple(mesh)))
+            x, NamedSharding(devices, Rules().resolve(axes, tuple(mesh)))
         )
         query, key, value = (place(x, "batch", "sequence", "heads", None) for x in arrays[:3])
         cotangent = place(cotangent, "batch", "sequence", "heads", None)

@@ -128,7 +128,7 @@ def attend_sharded(
         if layout.shards == 1:
             out = attend(query, key, value, mixing, **integers)
         else:
-            integers = _filled(integers, layout, query, key, causal)
+            integers = _filled(integers, layout, query, key)
             if band is not None:
                 out = _with_halo(attend, layout, band.left, band.right, query, key, value, mixing, integers)
             else:
@@ -169,8 +169,11 @@ def _own_kv_heads(x: Array, axis: int, layout: Layout) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, max(1, heads // layout.parts), axis)
 
 
-def _filled(integers: dict[str, Array], layout: Layout, query: Array, key: Array, causal: Any) -> dict[str, Array]:
-    """This device's positions, and ids where any are given: defaults count from the start of the sequence."""
+def _filled(integers: dict[str, Array], layout: Layout, query: Array, key: Array) -> dict[str, Array]:
+    """This device's positions and ids, with their defaults: positions count from the start of the sequence.
+
+    The key's are the query's own arrays where they may be: only so work can be skipped by index.
+    """
     filled = dict(integers)
     shard = jax.lax.axis_index(layout.sequence)
 
@@ -178,15 +181,13 @@ def _filled(integers: dict[str, Array], layout: Layout, query: Array, key: Array
         own = shard * x.shape[1] + jnp.arange(x.shape[1], dtype=jnp.int32)
         return jnp.broadcast_to(own[None], x.shape[:2])
 
-    if "query_positions" not in filled:
-        filled["query_positions"] = positions(query)
-        filled["key_positions"] = positions(key)
-    filled.setdefault("key_positions", filled["query_positions"])
-    ones = functools.partial(jnp.ones, dtype=jnp.int32)
-    if "query_segment_ids" in filled and "key_segment_ids" not in filled:
-        filled["key_segment_ids"] = filled["query_segment_ids"]
-    filled.setdefault("query_segment_ids", ones(query.shape[:2]))
-    filled.setdefault("key_segment_ids", ones(key.shape[:2]))
+    def default(name: str, make: Callable[[Array], Array]) -> None:
+        filled.setdefault(f"query_{name}", make(query))
+        same = query.shape[1] == key.shape[1]
+        filled.setdefault(f"key_{name}", filled[f"query_{name}"] if same else make(key))
+
+    default("positions", positions)
+    default("segment_ids", lambda x: jnp.ones(x.shape[:2], jnp.int32))
     return filled
 
 

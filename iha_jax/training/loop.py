@@ -359,7 +359,7 @@ class _SavingOnStop:
         self._trainer = trainer
 
     def __enter__(self) -> None:
-        pass
+        """There is nothing to prepare."""
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is not None and issubclass(kind, StopRequested):

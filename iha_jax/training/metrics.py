@@ -15,11 +15,9 @@ class MetricsWriter(Protocol):
 
     def write(self, step: int, values: Values) -> None:
         """Records values under their names."""
-        ...
 
     def close(self) -> None:
         """Writes what is still held back."""
-        ...
 
 
 class JsonLines:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from iha_jax import HeadMixing, Rope, compat, interleaved_head_attention
+from iha_jax.ops.sharded import attend_sharded, layout_of
 from iha_jax.sharding import Rules, use_rules
 from tests.ops.cases import QUICK
 
@@ -135,6 +136,26 @@ def test_windows_cross_the_mesh_as_halos():
     found = collectives({"sequence": 8}, {"window": window, "implementation": "blockwise"})
     assert {kind for kind, _ in found} == {"collective-permute"}
     assert sum(size for _, size in found) <= 8 * window * (4 * (8 + 6) + 2)
+
+
+@pytest.mark.parametrize("layout", ["plain", "packed", "positions"])
+def test_windows_skip_work_by_index_on_every_device(layout):
+    """Keys come without positions and ids of their own, which would make index order mean nothing."""
+    query, key, value, mixing, integers, _ = operands(2, 64, 4, 4, 2, False, layout)
+    given = []
+
+    def attend(query, key, value, mixing, **integers):
+        given.append((query.shape[1], key.shape[1], set(integers)))
+        return query
+
+    absent = dict.fromkeys(("query_positions", "key_positions", "query_segment_ids", "key_segment_ids"))
+    with jax.set_mesh(compat.make_mesh((8,), ("sequence",))):
+        layout = layout_of(query, key)
+        jax.eval_shape(
+            lambda *x: attend_sharded(attend, layout, *x, causal="virtual", window=3, **{**absent, **integers}),
+            *(query, key, value, mixing),
+        )
+    assert given == [(8 + 3, 8 + 3, {"query_positions", "query_segment_ids"})]
 
 
 def test_rows_do_not_cross_the_mesh():

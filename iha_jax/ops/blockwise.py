@@ -5,7 +5,7 @@ once, so that work is proportional to T*W. *Slabs* (global layers, wide windows,
 at a time, form their pseudo-keys once, and run query tiles against all keys of the slab; causal layers are cut
 into stripes that see only their prefix. Every tile holds all the keys its queries can see, so its probabilities
 are final in one pass and no running maximum is needed. The backward pass recomputes a tile from base heads and
-its saved log-sum-exp (`jax.checkpoint`); first- and higher-order, forward- and reverse-mode derivatives work.
+its rows' saved maxima and sums (`jax.checkpoint`); first- and higher-order, forward- and reverse-mode derivatives work.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from iha_jax.ops import forms, masks
 from iha_jax.ops.arguments import Arguments
-from iha_jax.ops.block_sizes import NarrowPlan, SlabPlan
+from iha_jax.ops.block_sizes import NarrowPlan, Slab, SlabPlan
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.rope import apply_rope, rope_tables
-from iha_jax.ops.tiles import LOG_SUM_EXP, NEVER_SEEN, TileSpec, Visibility, mix_heads, tile_attention
+from iha_jax.ops.tiles import NEVER_SEEN, SOFTMAX_ROWS, TileSpec, Visibility, mix_keys, mix_queries, tile_attention
 
 
 def blockwise(args: Arguments) -> Array:
@@ -130,12 +130,12 @@ def _narrow(
         query, key_heads, value, key_index, key_ids = xs
         query_heads = query.heads
         if spec.form.scores == "pseudo":
-            query_heads = mix_heads(query_heads, args.mixing.query, rotation, spec)
-            key_heads = bands(mix_heads(key_heads, args.mixing.key, rotation, spec), axis=4)
+            query_heads = mix_queries(query_heads, args.mixing.query, rotation, spec)
+            key_heads = bands(mix_keys(key_heads, args.mixing.key, rotation, spec), axis=5)
         else:
             key_heads = bands(key_heads, axis=2)
         if spec.form.values == "mixed":
-            value = bands(mix_heads(value, args.mixing.value, None, spec), axis=4)
+            value = bands(mix_keys(value, args.mixing.value, None, spec), axis=5)
         else:
             value = bands(value, axis=2)
         visibility = Visibility(query.index, key_index, query.segment, key_ids)
@@ -154,11 +154,7 @@ def _stripes(
     args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, plan: SlabPlan, spec: TileSpec
 ) -> Array:
     """Ranges of queries, unrolled, each against the first so many keys."""
-    parts = [
-        (jax.tree.map(lambda x, s=slab: x[:, s.query_start : s.query_stop], queries), slab.key_stop)
-        for slab in plan.slabs
-    ]
-    return jnp.concatenate(_head_groups(args, parts, keys, rotation, plan, spec), axis=1)
+    return jnp.concatenate(_head_groups(args, queries, plan.slabs, keys, rotation, plan, spec), axis=1)
 
 
 def _wide(args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, plan: SlabPlan, spec: TileSpec) -> Array:
@@ -178,7 +174,7 @@ def _wide(args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, pla
     def step(xs: tuple[Array, Queries]) -> Array:
         start, query = xs
         key = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, slab.keys, axis=1), padded)
-        return _head_groups(args, [(query, slab.keys)], key, rotation, plan, spec)[0]
+        return _head_groups(args, query, (Slab(0, length, 0, slab.keys),), key, rotation, plan, spec)[0]
 
     starts = jnp.arange(repeats, dtype=jnp.int32) * length
     out = jnp.moveaxis(_map(step, (starts, jax.tree.map(ranges, queries))), 0, 1)
@@ -187,13 +183,14 @@ def _wide(args: Arguments, queries: Queries, keys: Keys, rotation: Rotation, pla
 
 def _head_groups(
     args: Arguments,
-    parts: list[tuple[Queries, int]],
+    queries: Queries,
+    slabs: tuple[Slab, ...],
     keys: Keys,
     rotation: Rotation,
     plan: SlabPlan,
     spec: TileSpec,
 ) -> list[Array]:
-    """Runs every (queries, number of keys) part for one group of heads after the other: ``[z,t,n,d]`` each."""
+    """Runs every slab (of keys from the first on) for one group of heads after the other: ``[z,t,n,d]`` each."""
     mixing = args.mixing
     groups = mixing.num_kv_heads // plan.kv_heads
 
@@ -209,15 +206,20 @@ def _head_groups(
         collapse=group_last(mixing.collapse, mixing.collapse.ndim - 2),
     )
 
+    # Laid out outside the loop: inside it, XLA would work every slab's indices out again for every score.
+    key_index = [jnp.swapaxes(keys.index[:, None, : slab.key_stop], 2, 3) for slab in slabs]
+
     def body(mixing: HeadMixing) -> list[Array]:
-        # Keys are mixed once, in the segments that successive parts add; a part joins those it sees. (Slices of
-        # one mixed array would be transposed into padded arrays of full length, one a part.)
-        starts = [0, *(stop for _, stop in parts[:-1])]
-        segments, outputs = [], []
-        for start, (queries, stop) in zip(starts, parts, strict=True):
-            segments.append(_mix_keys(jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], keys), mixing, rotation, spec))
-            outputs.append(_query_tiles(args, queries, _join(segments, spec), mixing, rotation, plan.tile, spec))
-        return outputs
+        mixed = _mixed_queries(queries, mixing, rotation, spec)
+        seen = _mixed_keys(keys, mixing, rotation, spec)
+        outputs = []
+        # A slab's keys are cut from those of the next one: cut from all the keys, each cut would be transposed
+        # into arrays of full length.
+        for slab, index in zip(reversed(slabs), reversed(key_index), strict=True):
+            seen = seen.tokens(0, slab.key_stop)
+            part = mixed.tokens(slab.query_start, slab.query_stop)
+            outputs.append(_query_tiles(part, seen, index, mixing, plan.tile, spec))
+        return outputs[::-1]
 
     if mixing.collapse.ndim == 2:
         out = _map(body, grouped)  # [groups,z,t,n,d]
@@ -226,62 +228,76 @@ def _head_groups(
     if groups == 1:
         return [x[0] for x in _map(body, grouped)]
     zeros = [
-        jnp.zeros((*queries.heads.shape[:2], mixing.collapse.shape[0], args.value.shape[3]), spec.compute_dtype)
-        for queries, _ in parts
+        jnp.zeros(
+            (queries.heads.shape[0], slab.queries, mixing.collapse.shape[0], args.value.shape[3]), spec.compute_dtype
+        )
+        for slab in slabs
     ]
     step = _checkpoint(lambda total, mixing: (jax.tree.map(jnp.add, total, body(mixing)), None), in_loop=True)
     return jax.lax.scan(step, zeros, grouped)[0]
 
 
-def _mix_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Keys:
-    """What `tile_attention` takes: keys and values mixed where the form wants it, a tile axis, P before tokens."""
+class Mixed(NamedTuple):
+    """Queries or keys in the layouts of `tile_attention`, and on which axis each array has its tokens."""
+
+    arrays: dict[str, Array]
+    axes: dict[str, int]
+
+    def tokens(self, start: int, stop: int) -> "Mixed":
+        """A range of tokens."""
+        cut = {
+            name: jax.lax.slice_in_dim(x, start, stop, axis=self.axes[name]) for name, x in self.arrays.items()
+        }
+        return Mixed(cut, self.axes)
+
+    def tiles(self, count: int, size: int) -> dict[str, Array]:
+        """Tiles of ``size`` tokens on a new first axis, the last one padded."""
+
+        def split(x: Array, axis: int) -> Array:
+            x = _fit(x, 0, count * size, axis=axis)
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
+
+        return {name: split(x, self.axes[name]) for name, x in self.arrays.items()}
+
+
+def _mixed_queries(queries: Queries, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Mixed:
+    pseudo = spec.form.scores == "pseudo"
+    heads = queries.heads[:, None]
+    arrays = {
+        "heads": mix_queries(heads, mixing.query, rotation, spec) if pseudo else heads,
+        "index": queries.index[:, None],
+    }
+    if queries.segment is not None:
+        arrays["segment"] = queries.segment[:, None]
+    return Mixed(arrays, {"heads": 3 if pseudo else 2, "index": 2, "segment": 2})
+
+
+def _mixed_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Mixed:
     heads, value = keys.heads[:, None], keys.value[:, None]
-    if spec.form.scores == "pseudo":
-        heads = mix_heads(heads, mixing.key, rotation, spec)
-    if spec.form.values == "mixed":
-        value = mix_heads(value, mixing.value, None, spec)
-    segment = None if keys.segment is None else keys.segment[:, None]
-    return Keys(heads, value, jnp.swapaxes(keys.index[:, None], 2, 3), segment)
-
-
-def _join(segments: list[Keys], spec: TileSpec) -> Keys:
-    """Mixed keys one behind the other along their token axes."""
-    heads_axis = 4 if spec.form.scores == "pseudo" else 2
-    value_axis = 4 if spec.form.values == "mixed" else 2
-    ids = [keys.segment for keys in segments if keys.segment is not None]
-    return Keys(
-        heads=jnp.concatenate([keys.heads for keys in segments], axis=heads_axis),
-        value=jnp.concatenate([keys.value for keys in segments], axis=value_axis),
-        index=jnp.concatenate([keys.index for keys in segments], axis=3),
-        segment=jnp.concatenate(ids, axis=2) if ids else None,
-    )
+    pseudo, mixed_values = spec.form.scores == "pseudo", spec.form.values == "mixed"
+    arrays = {
+        "heads": mix_keys(heads, mixing.key, rotation, spec) if pseudo else heads,
+        "value": mix_keys(value, mixing.value, None, spec) if mixed_values else value,
+    }
+    if keys.segment is not None:
+        arrays["segment"] = keys.segment[:, None]
+    axes = {"heads": 5 if pseudo else 2, "value": 5 if mixed_values else 2, "segment": 2}
+    return Mixed(arrays, axes)
 
 
 def _query_tiles(
-    args: Arguments,
-    queries: Queries,
-    keys: Keys,
-    mixing: HeadMixing,
-    rotation: Rotation,
-    tile: int,
-    spec: TileSpec,
+    queries: Mixed, keys: Mixed, key_index: Array, mixing: HeadMixing, tile: int, spec: TileSpec
 ) -> Array:
-    """Tiles of queries against all the mixed keys given: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
-    tokens = queries.heads.shape[1]
+    """Tiles of queries against all the keys given: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
+    tokens = queries.arrays["index"].shape[2]
     tiles = -(-tokens // tile)
+    key = keys.arrays
 
-    def split(x: Array) -> Array:
-        x = _fit(x, 0, tiles * tile)
-        return jnp.moveaxis(x.reshape(x.shape[0], tiles, 1, tile, *x.shape[2:]), 1, 0)
+    def step(query: dict[str, Array]) -> Array:
+        visibility = Visibility(query["index"], key_index, query.get("segment"), key.get("segment"))
+        return tile_attention(query["heads"], key["heads"], key["value"], mixing, visibility, spec)[:, 0]
 
-    def step(query: Queries) -> Array:
-        heads = query.heads
-        if spec.form.scores == "pseudo":
-            heads = mix_heads(heads, mixing.query, rotation, spec)
-        visibility = Visibility(query.index, keys.index, query.segment, keys.segment)
-        return tile_attention(heads, keys.heads, keys.value, mixing, visibility, spec)[:, 0]
-
-    out = jnp.moveaxis(_map(step, jax.tree.map(split, queries)), 0, 1)  # [z,tiles,t,n,d]
+    out = jnp.moveaxis(_map(step, queries.tiles(tiles, tile)), 0, 1)  # [z,tiles,t,n,d]
     return out.reshape(out.shape[0], tiles * tile, *out.shape[3:])[:, :tokens]
 
 
@@ -292,8 +308,8 @@ Y = TypeVar("Y")
 
 
 def _checkpoint(step: Callable, in_loop: bool) -> Callable:
-    """Recompute in the backward pass everything but the log-sum-exp."""
-    policy = jax.checkpoint_policies.save_only_these_names(LOG_SUM_EXP)
+    """Recompute in the backward pass everything but two numbers a row of scores."""
+    policy = jax.checkpoint_policies.save_only_these_names(SOFTMAX_ROWS)
     # Outside a loop body XLA would merge the recomputation with the forward pass and keep the pseudo-heads alive.
     return jax.checkpoint(step, policy=policy, prevent_cse=not in_loop)
 
@@ -306,8 +322,9 @@ def _map(step: Callable[[X], Y], xs: X) -> Y:
     return jax.lax.map(_checkpoint(step, in_loop=True), xs)
 
 
-def _fit(x: Array, before: int, after: int, fill: int = 0) -> Array:
-    """Axis 1 padded with ``before`` entries and cut or padded to ``after`` entries behind them."""
-    x = x[:, :after]
-    width = [(0, 0), (before, after - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+def _fit(x: Array, before: int, after: int, fill: int = 0, axis: int = 1) -> Array:
+    """An axis padded with ``before`` entries and cut or padded to ``after`` entries behind them."""
+    x = jax.lax.slice_in_dim(x, 0, min(after, x.shape[axis]), axis=axis)
+    width = [(0, 0)] * x.ndim
+    width[axis] = (before, after - x.shape[axis])
     return jnp.pad(x, width, constant_values=fill)

@@ -147,7 +147,7 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     m, l = problem.sources, problem.kv_sources  # noqa: E741
     h, d = problem.head_dim, problem.value_dim
     if isinstance(plan, NarrowPlan):
-        queries = b * plan.padded
+        queries = mixed_queries = b * plan.padded
         mixed_keys = b * plan.steps * (plan.group + plan.left + plan.right) * plan.tile
         pairs = queries * plan.key_tokens
         groups = 1
@@ -156,13 +156,14 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
         repeats = plan.repeats or 1
         padded = [-(-slab.queries // plan.tile) * plan.tile for slab in plan.slabs]
         queries = b * repeats * sum(padded)
+        mixed_queries = b * repeats * sum(slab.queries for slab in plan.slabs)
         mixed_keys = b * repeats * max(slab.keys for slab in plan.slabs)
         pairs = b * repeats * sum(q * slab.keys for q, slab in zip(padded, plan.slabs, strict=True))
 
     result = []
     if form.scores == "pseudo":
         result += [
-            Product("mix queries", queries * n * p * h, m),
+            Product("mix queries", mixed_queries * n * p * h, m),
             Product("mix keys", mixed_keys * k * p * h, l),
             Product("scores", pairs * n * p * p, h),
         ]

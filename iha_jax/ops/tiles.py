@@ -27,8 +27,9 @@ from iha_jax.ops import masks
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.types import Causal
 
-LOG_SUM_EXP = "iha_log_sum_exp"
-"""Name of the one residual a checkpointed tile keeps: a float per pseudo-query, 1/H of its pseudo-heads."""
+SOFTMAX_ROWS = "iha_softmax_rows"
+"""Name of the two residuals a checkpointed tile keeps, a row's largest score and the sum of its exponentials: two
+floats per pseudo-query, 2/H of its pseudo-heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,11 @@ class TileSpec:
         return jnp.einsum(spec, a, b, precision=self.precision, preferred_element_type=self.compute_dtype)
 
 
-def mix_heads(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
-    """Pseudo-heads of a tile, pseudo-major: ``[z,g,t,m,h]``, ``[m,n,p]`` -> ``[z,g,n,p,t,h]`` in x's dtype.
+def mix_queries(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
+    """Pseudo-queries of a tile in natural order: ``[z,g,t,m,h]``, ``[m,n,p]`` -> ``[z,g,n,t,p,h]`` in x's dtype.
+
+    Natural order of rows, (t, p): the collapse is then a product with P adjacent rows, which XLA's CPU runs ten
+    times as fast as a sum over P distant ones.
 
     Args:
       x: base heads, already rotated by their token's index.
@@ -67,11 +71,30 @@ def mix_heads(x: Array, weights: Array, rotation: tuple[Array, Array] | None, sp
       spec: static description.
     """
     mixed = spec.dot("zgtmh,zgmnp->zgnpth", x.astype(spec.compute_dtype), _per_tile(weights, x, spec))
-    if rotation is None:
-        return mixed.astype(x.dtype)
-    cos, sin = (table[None, None, None, :, None, :] for table in rotation)
-    first, second = jnp.split(mixed.astype(x.dtype).astype(spec.compute_dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    mixed = mixed.astype(x.dtype)
+    if rotation is not None:
+        mixed = _rotate(mixed, *(table[:, None, :] for table in rotation), axis=5, spec=spec)
+    return jnp.swapaxes(mixed, 3, 4)
+
+
+def mix_keys(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
+    """Pseudo-keys or -values of a tile as columns: ``[z,g,s,m,h]``, ``[m,k,r]`` -> ``[z,g,k,h,r,s]``, like x.
+
+    Columns, because a product's gradient with respect to them has no long transposed operand then (three times as
+    fast on CPU); arguments as those of `mix_queries`.
+    """
+    x = jnp.moveaxis(x, 2, 4)  # of base heads, so that no pseudo-head is moved a number at a time
+    mixed = spec.dot("zgmhs,zgmkr->zgkrhs", x.astype(spec.compute_dtype), _per_tile(weights, x, spec))
+    mixed = mixed.astype(x.dtype)
+    if rotation is not None:
+        mixed = _rotate(mixed, *(table[:, :, None] for table in rotation), axis=4, spec=spec)
+    return jnp.swapaxes(mixed, 3, 4)
+
+
+def _rotate(x: Array, cos: Array, sin: Array, axis: int, spec: TileSpec) -> Array:
+    """Rotates pairs (h, h + H/2) on ``axis``."""
+    first, second = jnp.split(x.astype(spec.compute_dtype), 2, axis=axis)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis).astype(x.dtype)
 
 
 def _per_tile(weights: Array, x: Array, spec: TileSpec) -> Array:
@@ -109,9 +132,9 @@ def tile_attention(
     """Attention of one tile, or of several side by side on axis g.
 
     Args:
-      query: pseudo-queries ``[z,g,n,p,t,h]``, or base queries ``[z,g,t,m,h]`` for base scores.
-      key: pseudo-keys ``[z,g,k,r,s,h]``, or base keys ``[z,g,s,m,h]`` for base scores.
-      value: pseudo-values ``[z,g,k,r,s,d]``, or base values ``[z,g,s,m,d]`` for base values.
+      query: pseudo-queries ``[z,g,n,t,p,h]``, or base queries ``[z,g,t,m,h]`` for base scores.
+      key: pseudo-keys ``[z,g,k,h,r,s]``, or base keys ``[z,g,s,m,h]`` for base scores.
+      value: pseudo-values ``[z,g,k,d,r,s]``, or base values ``[z,g,s,m,d]`` for base values.
       mixing: its heads may be a group of all heads: query ``[m,n,p]``, key and value ``[m,k,r]``, collapse
         ``[n,p]`` or ``[o,n,p]``.
       visibility: which keys are seen.
@@ -132,14 +155,17 @@ def tile_attention(
     seen = _seen(visibility, pseudo, spec)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
-    log_sum = _log_sum_exp(jax.lax.stop_gradient(logits), keys_axis)
-    log_sum = checkpoint_name(log_sum, LOG_SUM_EXP)
+    top = jnp.max(jax.lax.stop_gradient(logits), axis=keys_axis, keepdims=True)
+    top = checkpoint_name(jnp.where(top > -jnp.inf, top, 0.0), SOFTMAX_ROWS)
+    powers = jnp.exp(logits - top)
+    total = checkpoint_name(_row_sums(powers, keys_axis), SOFTMAX_ROWS)
+    total = jnp.where(total > 0, total, 1.0)  # of a row that sees nothing: its probabilities are zeros
 
     if mixing.collapse.ndim == 2:
-        weights = _collapsed_probabilities(logits, log_sum, mixing.collapse.astype(spec.compute_dtype), keys_axis)
+        rows = _over_rows(mixing.collapse.astype(spec.compute_dtype), keys_axis) / total
+        weights = _sum_of_rows(rows, powers, keys_axis)
         return _values_per_head(_split_keys(weights, pseudo, spec), value, mixing, spec)
-    weights = _probabilities(logits, log_sum, keys_axis)
-    return _values_across_heads(_split_keys(weights, pseudo, spec), value, mixing, spec)
+    return _values_across_heads(_split_keys(powers / total, pseudo, spec), value, mixing, spec)
 
 
 def _seen(visibility: Visibility, pseudo: int, spec: TileSpec) -> Array | None:
@@ -164,13 +190,11 @@ def _seen(visibility: Visibility, pseudo: int, spec: TileSpec) -> Array | None:
 
 
 def _scores_from_pseudo(query: Array, key: Array, spec: TileSpec) -> Array:
-    z, g, n, p, t, h = query.shape
-    kv_heads, r, s = key.shape[2:5]
-    # Natural order of rows, (t, p): the collapse is then a product with P adjacent rows, which XLA's CPU runs ten
-    # times as fast as a sum over P distant ones.
-    query = jnp.swapaxes(query, 3, 4).reshape(z, g, kv_heads, (n // kv_heads) * t * p, h)
-    key = key.reshape(*key.shape[:3], r * s, h)
-    return spec.dot("zgkqh,zgkjh->zgkqj", query, key).reshape(z, g, n, t, p, r * s)
+    z, g, n, t, p, h = query.shape
+    kv_heads, _, r, s = key.shape[2:]
+    query = query.reshape(z, g, kv_heads, (n // kv_heads) * t * p, h)
+    key = key.reshape(*key.shape[:4], r * s)
+    return spec.dot("zgkqh,zgkhj->zgkqj", query, key).reshape(z, g, n, t, p, r * s)
 
 
 def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
@@ -198,7 +222,7 @@ def _values_per_head(weights: Array, value: Array, mixing: HeadMixing, spec: Til
     kv_heads = mixing.num_kv_heads
     weights = weights.reshape(z, g, kv_heads, n // kv_heads, *weights.shape[3:])
     if spec.form.values == "mixed":
-        out = spec.dot(f"zgkx{order},zgkrsd->zgtkxd", weights.astype(value.dtype), value)
+        out = spec.dot(f"zgkx{order},zgkdrs->zgtkxd", weights.astype(value.dtype), value)
     else:
         by_source = spec.dot(f"zgkx{order},mkr->zgkxtms", weights, mixing.value.astype(spec.compute_dtype))
         out = spec.dot("zgkxtms,zgsmd->zgtkxd", by_source.astype(value.dtype), value)
@@ -214,7 +238,7 @@ def _values_across_heads(weights: Array, value: Array, mixing: HeadMixing, spec:
     out_heads, _, pseudo = mixing.collapse.shape
     collapse = mixing.collapse.astype(spec.compute_dtype).reshape(out_heads, kv_heads, n // kv_heads, pseudo)
     if spec.form.values == "mixed":
-        pseudo_out = spec.dot(f"zgkx{rows},zgkrsd->zgkxptd", weights.astype(value.dtype), value)
+        pseudo_out = spec.dot(f"zgkx{rows},zgkdrs->zgkxptd", weights.astype(value.dtype), value)
         return spec.dot("okxp,zgkxptd->zgtod", collapse, pseudo_out)
     # Heads that share a key/value head share its value mixing: sum over them before the next contraction.
     collapsed = spec.dot(f"okxp,zgkx{rows}->zgok{order}", collapse, weights)
@@ -222,56 +246,44 @@ def _values_across_heads(weights: Array, value: Array, mixing: HeadMixing, spec:
     return spec.dot("zgotms,zgsmd->zgtod", by_source.astype(value.dtype), value)
 
 
-def _log_sum_exp(logits: Array, axis: tuple[int, ...]) -> Array:
-    """Log of the sum of exponentials, 0 where every logit is -inf; keeps the reduced axes."""
-    top = jnp.max(logits, axis=axis, keepdims=True)
-    top = jnp.where(top > -jnp.inf, top, 0.0)
-    total = jnp.sum(jnp.exp(logits - top), axis=axis, keepdims=True)
-    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), 0.0)
+# Sums of exponentials, once along keys and once along pseudo-queries, are products: what XLA's CPU adds up by a
+# reduction it computes again there. Their derivatives are written as sums, so that transposing them gives factors
+# to be fused with the rest of the softmax's gradient, not products with sums of one term.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _row_sums(x: Array, axis: tuple[int, ...]) -> Array:
+    """Sums over the keys, which are kept as axes of length 1."""
+    if len(axis) == 1:
+        return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision="highest")
+    return jnp.sum(x, axis=axis, keepdims=True)
+
+
+@_row_sums.defjvp
+def _row_sums_jvp(axis, primals, tangents):
+    return _row_sums(primals[0], axis), jnp.sum(tangents[0], axis=axis, keepdims=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _probabilities(logits: Array, log_sum: Array, axis: tuple[int, ...]) -> Array:
-    """Softmax from its log-sum-exp, whose dependence on the logits the derivative rule accounts for."""
-    del axis
-    return jnp.exp(logits - log_sum)
+def _sum_of_rows(rows: Array, x: Array, axis: tuple[int, ...]) -> Array:
+    """The collapse: the sum over pseudo-queries of x times one factor a row.
 
-
-@_probabilities.defjvp
-def _probabilities_jvp(axis, primals, tangents):
-    logits, log_sum = primals
-    # Not exp(logits - log_sum): the rule must hold for its own derivatives too.
-    weights = _probabilities(logits, log_sum, axis)
-    d_logits = tangents[0]
-    return weights, weights * (d_logits - jnp.sum(weights * d_logits, axis=axis, keepdims=True))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _collapsed_probabilities(logits: Array, log_sum: Array, collapse: Array, axis: tuple[int, ...]) -> Array:
-    """``Σ_p R[n,p] softmax(logits)``: ``[z,g,n,t,p,j] -> [z,g,n,t,j]`` or ``[z,g,n,p,r,t,s] -> [z,g,n,r,t,s]``."""
-    weights = jnp.exp(logits - log_sum)
+    ``[z,g,n,t,p,1]``, ``[z,g,n,t,p,j] -> [z,g,n,t,j]`` or ``[z,g,n,p,1,t,1]``, ``[z,g,n,p,r,t,s] -> [z,g,n,r,t,s]``.
+    """
     if len(axis) == 1:
-        z, g, n, t, p, _ = weights.shape
-        rows = jnp.broadcast_to(collapse[None, None, :, None, None], (z, g, n, t, 1, p))
         # The collapse is float32 by contract, also where the default precision of products is lower.
-        return jnp.matmul(rows, weights, precision="highest")[:, :, :, :, 0]
+        return jnp.matmul(jnp.swapaxes(rows, -1, -2), x, precision="highest")[..., 0, :]
     # A sum over a non-minor axis written as P fused additions: XLA's CPU reduction took five times as long.
-    scaled = weights * _over_rows(collapse, axis)
-    return functools.reduce(jnp.add, (scaled[:, :, :, p] for p in range(collapse.shape[-1])))
+    scaled = x * rows
+    return functools.reduce(jnp.add, (scaled[:, :, :, p] for p in range(x.shape[3])))
 
 
-@_collapsed_probabilities.defjvp
-def _collapsed_probabilities_jvp(axis, primals, tangents):
-    logits, log_sum, collapse = primals
-    d_logits, _, d_collapse = tangents
-    weights = _probabilities(logits, log_sum, axis)  # by its own rule, for second derivatives
-    rows = _over_rows(collapse, axis)
-    # Everything but d_logits itself enters through one number per pseudo-query, so that the transposed rule
-    # needs a single reduction over the scores, shared by the gradients of logits and collapse.
-    mean = jnp.sum(weights * d_logits, axis=axis, keepdims=True)
-    per_row = _over_rows(d_collapse, axis) - rows * mean
-    out = _collapsed_probabilities(logits, log_sum, collapse, axis)
-    return out, jnp.sum(weights * (rows * d_logits + per_row), axis=4 if len(axis) == 1 else 3)
+@_sum_of_rows.defjvp
+def _sum_of_rows_jvp(axis, primals, tangents):
+    rows, x = primals
+    d_rows, d_x = tangents
+    tangent = jnp.sum(rows * d_x, axis=4 if len(axis) == 1 else 3) + _sum_of_rows(d_rows, x, axis)
+    return _sum_of_rows(rows, x, axis), tangent
 
 
 def _over_rows(collapse: Array, axis: tuple[int, ...]) -> Array:

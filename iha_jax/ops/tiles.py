@@ -192,9 +192,10 @@ def _seen(visibility: Visibility, pseudo: int, spec: TileSpec) -> Array | None:
 def _scores_from_pseudo(query: Array, key: Array, spec: TileSpec) -> Array:
     z, g, n, t, p, h = query.shape
     kv_heads, _, r, s = key.shape[2:]
-    query = query.reshape(z, g, kv_heads, (n // kv_heads) * t * p, h)
-    key = key.reshape(*key.shape[:4], r * s)
-    return spec.dot("zgkqh,zgkhj->zgkqj", query, key).reshape(z, g, n, t, p, r * s)
+    # One batch axis: with more of them XLA does not turn the gradient of the keys around.
+    query = query.reshape(z * g * kv_heads, (n // kv_heads) * t * p, h)
+    key = key.reshape(z * g * kv_heads, h, r * s)
+    return spec.dot("bqh,bhj->bqj", query, key).reshape(z, g, n, t, p, r * s)
 
 
 def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSpec) -> Array:

@@ -73,7 +73,7 @@ def mix_queries(x: Array, weights: Array, rotation: tuple[Array, Array] | None, 
     mixed = spec.dot("zgtmh,zgmnp->zgnpth", x.astype(spec.compute_dtype), _per_tile(weights, x, spec))
     mixed = mixed.astype(x.dtype)
     if rotation is not None:
-        mixed = _rotate(mixed, *(table[:, None, :] for table in rotation), axis=5, spec=spec)
+        mixed = _rotate(mixed, *(table[None, None, None, :, None, :] for table in rotation), axis=5, spec=spec)
     return jnp.swapaxes(mixed, 3, 4)
 
 
@@ -87,7 +87,7 @@ def mix_keys(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spe
     mixed = spec.dot("zgmhs,zgmkr->zgkrhs", x.astype(spec.compute_dtype), _per_tile(weights, x, spec))
     mixed = mixed.astype(x.dtype)
     if rotation is not None:
-        mixed = _rotate(mixed, *(table[:, :, None] for table in rotation), axis=4, spec=spec)
+        mixed = _rotate(mixed, *(table[None, None, None, :, :, None] for table in rotation), axis=4, spec=spec)
     return jnp.swapaxes(mixed, 3, 4)
 
 

@@ -166,6 +166,7 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
             Product("mix queries", mixed_queries * n * p * h, m),
             Product("mix keys", mixed_keys * k * p * h, l),
             Product("scores", pairs * n * p * p, h),
+            Product("sums of exponentials", queries * n * p, pairs // queries * p, recomputed=False, gradients=0),
         ]
     else:
         result += [
@@ -176,8 +177,8 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     if form.values == "mixed":
         result.append(Product("mix values", mixed_keys * k * p * d, l))
     if not problem.across_heads:
-        if form.scores == "pseudo":  # a weighted sum of P rows; elsewhere, and backward, fused into the softmax
-            result.append(Product("collapse", pairs * n * p, p, gradients=0))
+        if form.scores == "pseudo":  # a weighted sum of P rows; elsewhere fused into the softmax
+            result.append(Product("collapse", pairs * n * p, p, gradients=1))
         if form.values == "mixed":
             result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
         else:

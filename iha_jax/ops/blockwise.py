@@ -245,9 +245,7 @@ class Mixed(NamedTuple):
 
     def tokens(self, start: int, stop: int) -> "Mixed":
         """A range of tokens."""
-        cut = {
-            name: jax.lax.slice_in_dim(x, start, stop, axis=self.axes[name]) for name, x in self.arrays.items()
-        }
+        cut = {name: jax.lax.slice_in_dim(x, start, stop, axis=self.axes[name]) for name, x in self.arrays.items()}
         return Mixed(cut, self.axes)
 
     def tiles(self, count: int, size: int) -> dict[str, Array]:
@@ -285,9 +283,7 @@ def _mixed_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSp
     return Mixed(arrays, axes)
 
 
-def _query_tiles(
-    queries: Mixed, keys: Mixed, key_index: Array, mixing: HeadMixing, tile: int, spec: TileSpec
-) -> Array:
+def _query_tiles(queries: Mixed, keys: Mixed, key_index: Array, mixing: HeadMixing, tile: int, spec: TileSpec) -> Array:
     """Tiles of queries against all the keys given: ``[z,t,n,d]`` (or ``[z,t,o,d]``)."""
     tokens = queries.arrays["index"].shape[2]
     tiles = -(-tokens // tile)

@@ -12,6 +12,11 @@ OUTPUT_COST = 16
 """Writing and reading back one element of a product costs about as much as 16 more terms of its sum (CPU, float32:
 0.4 ns an element against 80 GFLOP/s). It keeps contractions over a few heads from looking free."""
 
+SMALL_MIXING_COST = 2
+"""Mixing scores head by head: products of a few terms over strided operands, and a softmax over keys that do not lie
+side by side. Between two and three times the time per unit of `cost` that pseudo-heads take (CPU, float32, P of 4 to
+20); the smaller number, because accelerators mind it less."""
+
 MAX_BASE_SCORE_BYTES = 2 * MAX_NARROW_BYTES
 """Scores from base products keep all heads together; beyond this the grouped pseudo-head form is taken."""
 
@@ -73,6 +78,7 @@ class Product:
       terms: length of its sums.
       recomputed: whether the backward pass needs its result again.
       gradients: products that the backward pass makes of it, each of its size: one per operand.
+      penalty: factor on its cost for the shape of its operands.
     """
 
     name: str
@@ -80,6 +86,7 @@ class Product:
     terms: int
     recomputed: bool = True
     gradients: int = 2
+    penalty: int = 1
 
     @property
     def flops(self) -> int:
@@ -106,7 +113,7 @@ def choose(problem: Problem) -> tuple[NarrowPlan | SlabPlan, Form]:
 
 def cost(product: Product) -> int:
     """Work of a product in multiply-adds, the traffic of its result included."""
-    return product.outputs * (product.terms + OUTPUT_COST)
+    return product.penalty * product.outputs * (product.terms + OUTPUT_COST)
 
 
 def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
@@ -171,8 +178,8 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
     else:
         result += [
             Product("base scores", pairs * m * l, h),
-            Product("mix scores by query", pairs * n * p * l, m),
-            Product("mix scores by key", pairs * n * p * p, l),
+            Product("mix scores by query", pairs * n * p * l, m, penalty=SMALL_MIXING_COST),
+            Product("mix scores by key", pairs * n * p * p, l, penalty=SMALL_MIXING_COST),
         ]
     if form.values == "mixed":
         result.append(Product("mix values", mixed_keys * k * p * d, l))

@@ -123,7 +123,7 @@ def _narrow(
         return jnp.concatenate([x[:, i : i + group] for i in range(plan.left + 1 + plan.right)], axis=axis)
 
     # Banded outside the loop: inside it, XLA would work every band's index out again for every score.
-    key_index = jnp.swapaxes(jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.index, NEVER_SEEN)), 3, 4)
+    key_index = jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.index, NEVER_SEEN))
     key_ids = None if keys.segment is None else jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.segment))
 
     def step(xs: tuple[Queries, Array, Array, Array, Array | None]) -> Array:
@@ -131,11 +131,11 @@ def _narrow(
         query_heads = query.heads
         if spec.form.scores == "pseudo":
             query_heads = mix_queries(query_heads, args.mixing.query, rotation, spec)
-            key_heads = bands(mix_keys(key_heads, args.mixing.key, rotation, spec), axis=5)
+            key_heads = bands(mix_keys(key_heads, args.mixing.key, rotation, spec), axis=4)
         else:
             key_heads = bands(key_heads, axis=2)
         if spec.form.values == "mixed":
-            value = bands(mix_keys(value, args.mixing.value, None, spec), axis=5)
+            value = bands(mix_keys(value, args.mixing.value, None, spec), axis=4)
         else:
             value = bands(value, axis=2)
         visibility = Visibility(query.index, key_index, query.segment, key_ids)
@@ -207,7 +207,7 @@ def _head_groups(
     )
 
     # Laid out outside the loop: inside it, XLA would work every slab's indices out again for every score.
-    key_index = [jnp.swapaxes(keys.index[:, None, : slab.key_stop], 2, 3) for slab in slabs]
+    key_index = [keys.index[:, None, : slab.key_stop] for slab in slabs]
 
     def body(mixing: HeadMixing) -> list[Array]:
         mixed = _mixed_queries(queries, mixing, rotation, spec)
@@ -279,7 +279,7 @@ def _mixed_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSp
     }
     if keys.segment is not None:
         arrays["segment"] = keys.segment[:, None]
-    axes = {"heads": 5 if pseudo else 2, "value": 5 if mixed_values else 2, "segment": 2}
+    axes = {"heads": 4 if pseudo else 2, "value": 4 if mixed_values else 2, "segment": 2}
     return Mixed(arrays, axes)
 
 

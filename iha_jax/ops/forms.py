@@ -12,10 +12,9 @@ OUTPUT_COST = 16
 """Writing and reading back one element of a product costs about as much as 16 more terms of its sum (CPU, float32:
 0.4 ns an element against 80 GFLOP/s). It keeps contractions over a few heads from looking free."""
 
-SMALL_MIXING_COST = 2
-"""Mixing scores head by head: products of a few terms over strided operands, and a softmax over keys that do not lie
-side by side. Between two and three times the time per unit of `cost` that pseudo-heads take (CPU, float32, P of 4 to
-20); the smaller number, because accelerators mind it less."""
+SMALL_MIXING_COST = 1.4
+"""Mixing scores is done by products with a few rows or columns: per unit of `cost` they took 1.1 to 1.5 times as long
+as the products of pseudo-heads (CPU, float32, P of 2 to 20)."""
 
 MAX_BASE_SCORE_BYTES = 2 * MAX_NARROW_BYTES
 """Scores from base products keep all heads together; beyond this the grouped pseudo-head form is taken."""
@@ -86,7 +85,7 @@ class Product:
     terms: int
     recomputed: bool = True
     gradients: int = 2
-    penalty: int = 1
+    penalty: float = 1.0
 
     @property
     def flops(self) -> int:
@@ -111,7 +110,7 @@ def choose(problem: Problem) -> tuple[NarrowPlan | SlabPlan, Form]:
     return plan, form
 
 
-def cost(product: Product) -> int:
+def cost(product: Product) -> float:
     """Work of a product in multiply-adds, the traffic of its result included."""
     return product.penalty * product.outputs * (product.terms + OUTPUT_COST)
 
@@ -173,7 +172,6 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
             Product("mix queries", mixed_queries * n * p * h, m),
             Product("mix keys", mixed_keys * k * p * h, l),
             Product("scores", pairs * n * p * p, h),
-            Product("sums of exponentials", queries * n * p, pairs // queries * p, recomputed=False, gradients=0),
         ]
     else:
         result += [
@@ -181,11 +179,12 @@ def products(problem: Problem, plan: NarrowPlan | SlabPlan, form: Form) -> list[
             Product("mix scores by query", pairs * n * p * l, m, penalty=SMALL_MIXING_COST),
             Product("mix scores by key", pairs * n * p * p, l, penalty=SMALL_MIXING_COST),
         ]
+    result.append(Product("sums of exponentials", queries * n * p, pairs // queries * p, recomputed=False, gradients=0))
     if form.values == "mixed":
         result.append(Product("mix values", mixed_keys * k * p * d, l))
     if not problem.across_heads:
-        if form.scores == "pseudo":  # a weighted sum of P rows; elsewhere fused into the softmax
-            result.append(Product("collapse", pairs * n * p, p, gradients=1))
+        # A weighted sum of P rows; its gradient with respect to the probabilities is fused into the softmax's.
+        result.append(Product("collapse", pairs * n * p, p, gradients=1))
         if form.values == "mixed":
             result.append(Product("values", queries * n * d, pairs // queries * p, recomputed=False))
         else:

@@ -255,7 +255,7 @@ def _row_sums_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _sum_of_rows(rows: Array, x: Array) -> Array:
-    """The collapse: the sum over pseudo-queries of x times one factor a row, ``[...,p,1]``, ``[...,p,j] -> [...,j]``."""
+    """The collapse, a sum over pseudo-queries with one factor a row: ``[...,p,1]``, ``[...,p,j] -> [...,j]``."""
     # It is float32 by contract, also where the default precision of products is lower.
     return jnp.matmul(jnp.swapaxes(rows, -1, -2), x, precision="highest")[..., 0, :]
 

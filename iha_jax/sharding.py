@@ -120,6 +120,14 @@ def mesh_sizes() -> dict[str, int]:
     return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
+def on_tpu() -> bool:
+    """Whether what is traced here is for TPUs: those of the mesh in force, or without one the default backend's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend() == "tpu"
+    return device.device_kind.startswith("TPU")
+
+
 def mesh_axes(name: str) -> MeshAxes:
     """The axes of the mesh in force that the rules in force split a logical axis over."""
     return tuple(axis for axis in getattr(_active.get(), name) if axis in mesh_sizes())

@@ -62,7 +62,9 @@ def interleaved_head_attention(
       logits_soft_cap: c in ``c * tanh(logits / c)``, applied after the scale and before the mask.
       precision: of every contraction.
       implementation: ``"reference"`` (materialises everything), ``"blockwise"`` (XLA, pseudo-heads exist only for
-        the block in hand), ``"pallas"`` (fused kernel), or None for the best that can serve the arguments.
+        the block in hand), ``"pallas"`` (fused TPU kernels; no forward-mode derivatives), or None for the best that
+        can serve the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs
+        and there are at least 64 queries, else blockwise.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype. A query with nothing to see gives exactly 0, with zero gradients.
@@ -106,9 +108,17 @@ def interleaved_head_attention(
     return attend_sharded(attend, layout, query, key, value, mixing, causal=causal, window=window, **integers)
 
 
+_FEW_QUERIES = 64
+"""Below this many query tokens a kernel's tile is mostly padding (it has 160 to 256 pseudo-queries or at least 8
+tokens) and each of them would unfold all keys again: decoding over a cache."""
+
+
 def _attend(implementation: Implementation, args: Arguments) -> Array:
-    if implementation == "pallas":
+    if implementation is None:
+        fused = sharding.on_tpu() and args.query.shape[1] >= _FEW_QUERIES and why_not(args) is None
+        implementation = "pallas" if fused else "blockwise"
+    elif implementation == "pallas":
         reason = why_not(args)
         if reason is not None:
             raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
-    return _IMPLEMENTATIONS[implementation or "blockwise"](args)
+    return _IMPLEMENTATIONS[implementation](args)

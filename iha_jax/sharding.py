@@ -128,6 +128,12 @@ def on_tpu() -> bool:
     return device.device_kind.startswith("TPU")
 
 
+def device_kind() -> str:
+    """What JAX calls the devices that are traced for here, "TPU v5 lite" for one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def mesh_axes(name: str) -> MeshAxes:
     """The axes of the mesh in force that the rules in force split a logical axis over."""
     return tuple(axis for axis in getattr(_active.get(), name) if axis in mesh_sizes())

@@ -3,16 +3,45 @@
 import dataclasses
 import math
 
-SCORE_BYTES = 4 * 2**20
-"""Aim for the scores alive at once. Blocks of a few MiB stay in a CPU's last-level cache (at 32 MiB and more the
-same work took 1.5 to 4 times as long), and keep an accelerator's temporaries far below its base heads."""
 
-MAX_NARROW_BYTES = 8 * SCORE_BYTES
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes that depend on the device; `tuning` has measured ones, these are the defaults.
+
+    Attributes:
+      score_bytes: blockwise: aim for the scores alive at once. Blocks of a few MiB stay in a CPU's last-level cache
+        (at 32 MiB and more the same work took 1.5 to 4 times as long), and keep an accelerator's temporaries far
+        below its base heads.
+      stripes: blockwise: causal layers without a window run in this many stripes of queries, each against its
+        visible prefix of keys: (1 + 1/stripes)/2 of the square is computed. More stripes save little and cost
+        compile time each.
+      local_rows: kernels: aim for the pseudo-queries of a narrow window's tile. A tile sees window + tile keys and
+        wastes most of the second part, but the matrix unit spends as long loading 128 keys as multiplying them with
+        128 rows.
+      global_rows: kernels: the same for wide windows and global layers, where a tile is small beside what it sees.
+      global_chunk: kernels: pseudo-keys of a chunk: its scores with 256 rows are half a MiB; larger ones waste more
+        of the causal diagonal.
+
+    Raises:
+      ValueError: for a size that is not a positive whole number.
+    """
+
+    score_bytes: int = 4 * 2**20
+    stripes: int = 8
+    local_rows: int = 160
+    global_rows: int = 256
+    global_chunk: int = 512
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        if self.global_chunk % 128:
+            raise ValueError(f"global_chunk must be a multiple of 128, got {self.global_chunk}")
+
+
+MAX_NARROW_BYTES = 32 * 2**20
 """Above this a single all-heads tile of a window is too large, and heads are taken in groups instead."""
-
-STRIPES = 8
-"""Causal layers without a window run in this many stripes of queries, each against its visible prefix of keys:
-(1 + 1/STRIPES)/2 of the square is computed. More stripes save little and cost compile time each."""
 
 MIN_ROWS = 128
 """Rows (pseudo-queries) worth having in one product before more of them make no difference."""
@@ -107,7 +136,7 @@ def band_of(causal: str | None, window: int | None) -> Band | None:
     return Band(window - 1, window - 1)
 
 
-def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band) -> NarrowPlan | None:
+def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band, sizes: Sizes) -> NarrowPlan | None:
     """Tiles for a window, or None where one tile of all heads would be too large."""
 
     def tiles_around(tile: int) -> tuple[int, int]:
@@ -119,8 +148,8 @@ def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band)
 
     reach = max(band.left, band.right, 1)
     # Divisors of the reach waste no part of the band; the rest are for reaches with few divisors.
-    sizes = {-(-reach // n) for n in range(1, 17)} | {1, 2, 4, 8, 16, 32, 64, 128}
-    tile = min((size for size in sizes if size <= query_len), key=lambda size: (cost(size), size))
+    lengths = {-(-reach // n) for n in range(1, 17)} | {1, 2, 4, 8, 16, 32, 64, 128}
+    tile = min((size for size in lengths if size <= query_len), key=lambda size: (cost(size), size))
     left, right = tiles_around(tile)
     score_bytes = 4 * batch * heads * tile * pseudo * (left + 1 + right) * tile * pseudo
     if score_bytes > MAX_NARROW_BYTES:
@@ -128,7 +157,7 @@ def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band)
     tiles = -(-query_len // tile)
     # Each group's keys are laid out with the left + right tiles around it: small groups would copy them often.
     overlap = min(2 * (left + right), MAX_NARROW_BYTES // score_bytes)
-    group = min(tiles, max(1, SCORE_BYTES // score_bytes, overlap))
+    group = min(tiles, max(1, sizes.score_bytes // score_bytes, overlap))
     steps = -(-tiles // group)
     return NarrowPlan(tile=tile, left=left, right=right, group=-(-tiles // steps), steps=steps)
 
@@ -145,6 +174,7 @@ def slab_plan(
     causal_by_index: bool,
     band: Band | None,
     all_heads: bool,
+    sizes: Sizes,
 ) -> SlabPlan:
     """Slabs, head groups and tiles for a global layer or a wide window.
 
@@ -159,15 +189,16 @@ def slab_plan(
       causal_by_index: whether keys after a query's index can be skipped.
       band: the window's reach where it can be used by index, else None.
       all_heads: keep all heads in one group (base scores share the products of base heads).
+      sizes: what to aim for.
     """
     repeats = None
     if band is not None:
         reach = band.left + band.right
-        length = min(query_len, max(1, reach // STRIPES, -(-64 // pseudo)))
+        length = min(query_len, max(1, reach // sizes.stripes, -(-64 // pseudo)))
         repeats = -(-query_len // length)
         slabs = (Slab(0, length, -band.left, length + band.right),)
     elif causal_by_index:
-        length = max(-(-query_len // STRIPES), min(query_len, -(-64 // pseudo)))
+        length = max(-(-query_len // sizes.stripes), min(query_len, -(-64 // pseudo)))
         starts = range(0, query_len, length)
         slabs = tuple(Slab(i, min(i + length, query_len), 0, min(i + length, key_len)) for i in starts)
     else:
@@ -179,9 +210,9 @@ def slab_plan(
     # A group's pseudo-keys and -values may be no larger than all base heads (or than the budget): decoding reads a
     # long cache with few queries, and must not unfold it P times.
     mixed_bytes = 4 * batch * pseudo * keys * dims  # one key/value head
-    mixed_limit = max(SCORE_BYTES, 4 * batch * kv_heads * keys * dims)
+    mixed_limit = max(sizes.score_bytes, 4 * batch * kv_heads * keys * dims)
     # Unrolled slabs may be in flight together, so they share the budget; but a product wants some rows.
-    budget = SCORE_BYTES // len(slabs)
+    budget = sizes.score_bytes // len(slabs)
     wanted = min(queries, max(1, MIN_ROWS // (pseudo * (heads // kv_heads))))
     group = kv_heads if all_heads else 1
     if not all_heads:
@@ -190,6 +221,6 @@ def slab_plan(
             if larger * row_bytes * wanted > budget or larger * mixed_bytes > mixed_limit:
                 break
             group = larger
-    tile = min(queries, max(budget // (group * row_bytes), min(wanted, SCORE_BYTES // (group * row_bytes)), 1))
+    tile = min(queries, max(budget // (group * row_bytes), min(wanted, sizes.score_bytes // (group * row_bytes)), 1))
     tile = math.ceil(queries / math.ceil(queries / tile))
     return SlabPlan(slabs=slabs, repeats=repeats, kv_heads=group, tile=tile)

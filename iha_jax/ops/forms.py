@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from iha_jax.ops import tuning
 from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.block_sizes import MAX_NARROW_BYTES, NarrowPlan, SlabPlan, band_of, narrow_plan, slab_plan
 from iha_jax.ops.tiles import Form
@@ -119,11 +120,12 @@ def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
     """The tiles a form would use, or None where the form does not apply."""
     if form.scores == "base" and problem.rotates_pseudo_heads:
         return None
+    sizes = tuning.sizes_for(problem)
     band = band_of(problem.causal, problem.window) if problem.aligned else None
     if band is not None and band.left + band.right >= problem.key_len:
         band = None  # the window reaches everything: causality alone limits the work
     if band is not None:
-        plan = narrow_plan(problem.batch, problem.query_len, problem.heads, problem.pseudo, band)
+        plan = narrow_plan(problem.batch, problem.query_len, problem.heads, problem.pseudo, band, sizes)
         if plan is not None:
             return plan
     base_scores = form.scores == "base"
@@ -138,6 +140,7 @@ def plan_for(problem: Problem, form: Form) -> NarrowPlan | SlabPlan | None:
         causal_by_index=problem.aligned and problem.causal is not None,
         band=band,
         all_heads=base_scores,
+        sizes=sizes,
     )
     if base_scores:
         keys = max(slab.keys for slab in plan.slabs)

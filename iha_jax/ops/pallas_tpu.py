@@ -14,7 +14,9 @@ import numpy as np
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_prepare as prepare
+from iha_jax.ops import tuning
 from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.forms import Problem
 from iha_jax.ops.pallas_tpu_backward import backward
 from iha_jax.ops.pallas_tpu_forward import forward
 from iha_jax.ops.pallas_tpu_plan import DoesNotFit, Spec, plan
@@ -58,6 +60,7 @@ def spec_of(args: Arguments) -> Spec:
         logits_soft_cap=args.logits_soft_cap,
         precision=args.precision,
         dtype=str(args.query.dtype),
+        sizes=tuning.sizes_for(Problem.of(args)),
     )
 
 

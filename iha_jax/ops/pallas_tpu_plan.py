@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from iha_jax.ops.block_sizes import band_of
+from iha_jax.ops.block_sizes import Sizes, band_of
 from iha_jax.ops.types import Causal
 
 LANES = 128
@@ -37,16 +37,6 @@ VMEM_LIMIT = 62 * 2**20
 
 LOCAL_CHUNK = 2048
 """Most pseudo-keys of a local tile: with 256 rows its scores take 2 MiB, each intermediate result as much again."""
-
-GLOBAL_CHUNK = 512
-"""Pseudo-keys of a chunk: its scores with 256 rows are half a MiB; larger ones waste more of the causal diagonal."""
-
-LOCAL_ROWS = 160
-"""Aim for the pseudo-queries of a narrow window's tile. A tile sees window + tile keys and wastes most of the
-second part, but the matrix unit spends as long loading 128 keys as multiplying them with 128 rows."""
-
-GLOBAL_ROWS = 256
-"""The same for wide windows and global layers, where a tile is small beside what it sees."""
 
 
 class DoesNotFit(Exception):
@@ -276,6 +266,7 @@ def plan(
     logits_soft_cap: float | None,
     precision: jax.lax.PrecisionLike,
     dtype: str,
+    sizes: Sizes = Sizes(),
 ) -> Spec:
     """The kernel call that serves a problem; its heads may be a part of all, to be run one part after the other.
 
@@ -291,15 +282,15 @@ def plan(
     parts = [k for k in range(kv_heads, 0, -1) if kv_heads % k == 0]  # key/value heads together, most first
     candidates = []
     if band is not None:
-        wide = (band.left + band.right) * pseudo > 2 * LOCAL_ROWS
-        tile = _tile(GLOBAL_ROWS if wide else LOCAL_ROWS, query_len, pseudo)
+        wide = (band.left + band.right) * pseudo > 2 * sizes.local_rows
+        tile = _tile(sizes.global_rows if wide else sizes.local_rows, query_len, pseudo)
         shape = _local(tile, band.left, band.right, pseudo, causal, window)
         if shape["chunk"] <= LOCAL_CHUNK:
             # Moving the kept tiles half as often is worth some memory, but not fewer heads at a time.
             candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (2, 1)]
-    for rows in (GLOBAL_ROWS, GLOBAL_ROWS // 2):
+    for rows in (sizes.global_rows, sizes.global_rows // 2):
         tile = _tile(rows, query_len, pseudo)
-        shape = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band)
+        shape = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band, sizes)
         candidates += [(shape, k) for k in parts]
     head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
     limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
@@ -374,10 +365,10 @@ def _local(tile: int, left: int, right: int, pseudo: int, causal: Causal, window
     }
 
 
-def _global(tile: int, query_len: int, key_len: int, pseudo: int, causal: Causal, band) -> dict:
+def _global(tile: int, query_len: int, key_len: int, pseudo: int, causal: Causal, band, sizes: Sizes) -> dict:
     rows = tile * pseudo
     query_tiles, key_tiles = -(-query_len // tile), -(-key_len // tile)
-    chunk = min(GLOBAL_CHUNK, round_up(key_tiles * rows, LANES))
+    chunk = min(sizes.global_chunk, round_up(key_tiles * rows, LANES))
     left = None if band is None else band.left * pseudo
     right = 0 if causal is not None else (None if band is None else band.right * pseudo)
     if right is None:

@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from iha_jax import Rope
-from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan
+from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan, tuning
 from iha_jax.ops import pallas_tpu_prepare as prepare
 from iha_jax.ops.arguments import validate
+from iha_jax.ops.block_sizes import Sizes
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.pallas_tpu_backward import backward
 from iha_jax.ops.pallas_tpu_forward import forward
@@ -85,13 +86,12 @@ def test_long_sequences(spec, kind, atleast):
 @pytest.mark.parametrize("causal", ["virtual", "token", None])
 def test_wide_windows_skip_chunks_on_both_sides(monkeypatch, causal):
     monkeypatch.setattr(pallas_tpu_plan, "LOCAL_CHUNK", 0)
-    monkeypatch.setattr(pallas_tpu_plan, "GLOBAL_CHUNK", 128)
-    monkeypatch.setattr(pallas_tpu_plan, "GLOBAL_ROWS", 64)
     spec = variant(T=150, S=150, window=30, causal=causal)
-    found = pallas_tpu.spec_of(arguments(spec))
-    assert found.kind == "global"
-    assert pallas_tpu_cost.chunk_visits(found) < found.query_tiles * found.chunks * 0.75
-    assert_equals_blockwise(spec)
+    with tuning.force(Sizes(global_chunk=128, global_rows=64)):
+        found = pallas_tpu.spec_of(arguments(spec))
+        assert found.kind == "global"
+        assert pallas_tpu_cost.chunk_visits(found) < found.query_tiles * found.chunks * 0.75
+        assert_equals_blockwise(spec)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def sizes_for(problem: "Problem") -> Sizes:
     forced = _forced.get()
     if forced is not None:
         return forced
-    table = _read(table_path())
+    table = read(table_path())
     if not table:  # the device is asked for only where there is a choice
         return Sizes()
     return table.get(sharding.device_kind(), {}).get(key_of(problem), Sizes())
@@ -73,17 +73,22 @@ def add(path: Path, device_kind: str, problem: "Problem", sizes: Sizes) -> None:
     Raises:
       ValueError: if the file is there and is not a table.
     """
-    devices: dict[str, Any] = json.loads(path.read_text())["devices"] if _read(path) else {}
+    devices: dict[str, Any] = json.loads(path.read_text())["devices"] if read(path) else {}
     devices.setdefault(device_kind, {})[key_of(problem)] = dataclasses.asdict(sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps({"version": VERSION, "devices": devices}, indent=2) + "\n")
     scratch.replace(path)
-    _read.cache_clear()
+    read.cache_clear()
 
 
 @functools.cache
-def _read(path: Path) -> dict[str, dict[str, Sizes]]:
+def read(path: Path) -> dict[str, dict[str, Sizes]]:
+    """The table in a file, by kind of device and key of the problem; empty where there is no file.
+
+    Raises:
+      ValueError: if the file is not a table.
+    """
     try:
         content = json.loads(path.read_text())
         if content["version"] != VERSION:

@@ -149,6 +149,12 @@ def test_the_command_names_bad_arguments(table):
     with pytest.raises(SystemExit, match=r"error: .*not a table"):
         tune.main(COMMAND)
     assert table.read_text() == "mine"
+    other = table.with_name("other.json")
+    other.write_text("mine too")
+    table.unlink()
+    with pytest.raises(SystemExit, match=r"error: .*other\.json is not a table"):
+        tune.main([*COMMAND, "--out", str(other)])
+    assert other.read_text() == "mine too"
 
 
 def test_measuring_survives_sizes_that_do_not_compile(monkeypatch):

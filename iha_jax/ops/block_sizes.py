@@ -9,9 +9,10 @@ class Sizes:
     """The sizes that depend on the device; `tuning` has measured ones, these are the defaults.
 
     Attributes:
-      score_bytes: blockwise: aim for the scores alive at once. Blocks of a few MiB stay in a CPU's last-level cache
-        (at 32 MiB and more the same work took 1.5 to 4 times as long), and keep an accelerator's temporaries far
-        below its base heads.
+      local_score_bytes: blockwise: aim for the scores of one step along a narrow window. Two steps run side by side
+        (`UNROLL`), and each has three such arrays on their way: at 1 MiB they stay in a CPU core's own cache (at
+        4 MiB the same work took 1.2 times as long, at 32 MiB 1.5 to 4 times).
+      global_score_bytes: blockwise: the same for wide windows and global layers, of all unrolled stripes together.
       stripes: blockwise: causal layers without a window run in this many stripes of queries, each against its
         visible prefix of keys: (1 + 1/stripes)/2 of the square is computed. More stripes save little and cost
         compile time each.
@@ -26,7 +27,8 @@ class Sizes:
       ValueError: for a size that is not a positive whole number.
     """
 
-    score_bytes: int = 4 * 2**20
+    local_score_bytes: int = 2**20
+    global_score_bytes: int = 4 * 2**20
     stripes: int = 8
     local_rows: int = 160
     global_rows: int = 256
@@ -39,6 +41,10 @@ class Sizes:
         if self.global_chunk % 128:
             raise ValueError(f"global_chunk must be a multiple of 128, got {self.global_chunk}")
 
+
+UNROLL = 2
+"""Steps of a loop side by side. XLA's CPU runs a batch of small products on one thread, but independent products on
+several: two steps take 0.75 times as long as one after the other on two cores. More cost compile time."""
 
 MAX_NARROW_BYTES = 32 * 2**20
 """Above this a single all-heads tile of a window is too large, and heads are taken in groups instead."""
@@ -157,7 +163,7 @@ def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band,
     tiles = -(-query_len // tile)
     # Each group's keys are laid out with the left + right tiles around it: small groups would copy them often.
     overlap = min(2 * (left + right), MAX_NARROW_BYTES // score_bytes)
-    group = min(tiles, max(1, sizes.score_bytes // score_bytes, overlap))
+    group = min(tiles, max(1, sizes.local_score_bytes // score_bytes, overlap))
     steps = -(-tiles // group)
     return NarrowPlan(tile=tile, left=left, right=right, group=-(-tiles // steps), steps=steps)
 
@@ -210,9 +216,10 @@ def slab_plan(
     # A group's pseudo-keys and -values may be no larger than all base heads (or than the budget): decoding reads a
     # long cache with few queries, and must not unfold it P times.
     mixed_bytes = 4 * batch * pseudo * keys * dims  # one key/value head
-    mixed_limit = max(sizes.score_bytes, 4 * batch * kv_heads * keys * dims)
+    mixed_limit = max(sizes.global_score_bytes, 4 * batch * kv_heads * keys * dims)
     # Unrolled slabs may be in flight together, so they share the budget; but a product wants some rows.
-    budget = sizes.score_bytes // len(slabs)
+    limit = sizes.global_score_bytes
+    budget = limit // len(slabs)
     wanted = min(queries, max(1, MIN_ROWS // (pseudo * (heads // kv_heads))))
     group = kv_heads if all_heads else 1
     if not all_heads:
@@ -221,6 +228,6 @@ def slab_plan(
             if larger * row_bytes * wanted > budget or larger * mixed_bytes > mixed_limit:
                 break
             group = larger
-    tile = min(queries, max(budget // (group * row_bytes), min(wanted, sizes.score_bytes // (group * row_bytes)), 1))
+    tile = min(queries, max(budget // (group * row_bytes), min(wanted, limit // (group * row_bytes)), 1))
     tile = math.ceil(queries / math.ceil(queries / tile))
     return SlabPlan(slabs=slabs, repeats=repeats, kv_heads=group, tile=tile)

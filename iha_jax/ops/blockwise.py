@@ -18,10 +18,20 @@ from jaxtyping import Array
 
 from iha_jax.ops import forms, masks
 from iha_jax.ops.arguments import Arguments
-from iha_jax.ops.block_sizes import NarrowPlan, Slab, SlabPlan
+from iha_jax.ops.block_sizes import UNROLL, NarrowPlan, Slab, SlabPlan
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.rope import apply_rope, rope_tables
-from iha_jax.ops.tiles import NEVER_SEEN, SOFTMAX_ROWS, TileSpec, Visibility, mix_keys, mix_queries, tile_attention
+from iha_jax.ops.tiles import (
+    NEVER_SEEN,
+    SOFTMAX_ROWS,
+    Form,
+    Rotation,
+    TileSpec,
+    Visibility,
+    mix_keys,
+    mix_queries,
+    tile_attention,
+)
 
 
 def blockwise(args: Arguments) -> Array:
@@ -55,10 +65,6 @@ class Keys(NamedTuple):
     value: Array
     index: Array
     segment: Array | None
-
-
-Rotation = tuple[Array, Array] | None
-"""cos and sin ``[P, H/2]`` of what is left of the rotation once tokens are rotated: the pseudo-head's number."""
 
 
 def _prepare(args: Arguments) -> tuple[Queries, Keys, Rotation]:
@@ -124,6 +130,7 @@ def _narrow(
 
     # Banded outside the loop: inside it, XLA would work every band's index out again for every score.
     key_index = jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.index, NEVER_SEEN))
+    key_index = _in_order(key_index, spec.form)
     key_ids = None if keys.segment is None else jax.vmap(functools.partial(bands, axis=2))(key_groups(keys.segment))
 
     def step(xs: tuple[Queries, Array, Array, Array, Array | None]) -> Array:
@@ -131,20 +138,47 @@ def _narrow(
         query_heads = query.heads
         if spec.form.scores == "pseudo":
             query_heads = mix_queries(query_heads, args.mixing.query, rotation, spec)
-            key_heads = bands(mix_keys(key_heads, args.mixing.key, rotation, spec), axis=4)
+            key_heads = bands(mix_keys(key_heads, args.mixing.key, rotation, spec), axis=5)
         else:
             key_heads = bands(key_heads, axis=2)
         if spec.form.values == "mixed":
-            value = bands(mix_keys(value, args.mixing.value, None, spec), axis=4)
+            value = bands(mix_keys(value, args.mixing.value, None, spec), axis=5)
         else:
             value = bands(value, axis=2)
         visibility = Visibility(query.index, key_index, query.segment, key_ids)
         return tile_attention(query_heads, key_heads, value, args.mixing, visibility, spec)
 
-    xs = (jax.tree.map(query_groups, queries), key_groups(keys.heads), key_groups(keys.value), key_index, key_ids)
-    out = _map(step, xs)  # [steps,z,g,t,n,d]
+    query, key_heads, value = jax.tree.map(query_groups, queries), key_groups(keys.heads), key_groups(keys.value)
+    if spec.form.scores == "pseudo":
+        query = query._replace(heads=_rows(query.heads))
+        key_heads = _columns(key_heads)
+    if spec.form.values == "mixed":
+        value = _columns(value)
+    xs = (query, key_heads, value, key_index, key_ids)
+    out = _map(step, xs, UNROLL)  # [steps,z,g,t,n,d]
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(out.shape[0], plan.padded, *out.shape[4:])[:, :tokens]
+
+
+# ------------------------------------------------------------------------------------------------------- layouts
+# What `mix_queries` and `mix_keys` want, laid out once outside their loops.
+
+
+def _rows(x: Array) -> Array:
+    """``[...,t,m,h] -> [...,m,t,h]``."""
+    return jnp.swapaxes(x, -3, -2)
+
+
+def _columns(x: Array) -> Array:
+    """``[...,s,m,h] -> [...,m,h,s]``."""
+    return jnp.moveaxis(x, -3, -1)
+
+
+def _in_order(key_index: Array, form: Form) -> Array:
+    """``[...,s,r] -> [...,j]``."""
+    if form.pseudo_keys == "rs":
+        key_index = jnp.swapaxes(key_index, -1, -2)
+    return key_index.reshape(*key_index.shape[:-2], -1)
 
 
 # --------------------------------------------------------------------------------------------------------- slabs
@@ -207,17 +241,22 @@ def _head_groups(
     )
 
     # Laid out outside the loop: inside it, XLA would work every slab's indices out again for every score.
-    key_index = [keys.index[:, None, : slab.key_stop] for slab in slabs]
+    key_index = [_in_order(keys.index[:, None, : slab.key_stop], spec.form) for slab in slabs]
+    query_heads, key_heads, value = (x[:, None] for x in (queries.heads, keys.heads, keys.value))
+    if spec.form.scores == "pseudo":
+        query_heads, key_heads = _rows(query_heads), _columns(key_heads)
+    if spec.form.values == "mixed":
+        value = _columns(value)
+    queries, keys = queries._replace(heads=query_heads), keys._replace(heads=key_heads, value=value)
 
     def body(mixing: HeadMixing) -> list[Array]:
-        mixed = _mixed_queries(queries, mixing, rotation, spec)
+        mixed = _mixed_queries(queries, mixing, rotation, spec).split([slab.queries for slab in slabs])
         seen = _mixed_keys(keys, mixing, rotation, spec)
         outputs = []
         # A slab's keys are cut from those of the next one: cut from all the keys, each cut would be transposed
         # into arrays of full length.
-        for slab, index in zip(reversed(slabs), reversed(key_index), strict=True):
-            seen = seen.tokens(0, slab.key_stop)
-            part = mixed.tokens(slab.query_start, slab.query_stop)
+        for slab, part, index in zip(reversed(slabs), reversed(mixed), reversed(key_index), strict=True):
+            seen = seen.first(slab.key_stop)
             outputs.append(_query_tiles(part, seen, index, mixing, plan.tile, spec))
         return outputs[::-1]
 
@@ -243,10 +282,15 @@ class Mixed(NamedTuple):
     arrays: dict[str, Array]
     axes: dict[str, int]
 
-    def tokens(self, start: int, stop: int) -> "Mixed":
-        """A range of tokens."""
-        cut = {name: jax.lax.slice_in_dim(x, start, stop, axis=self.axes[name]) for name, x in self.arrays.items()}
+    def first(self, count: int) -> "Mixed":
+        """The first tokens."""
+        cut = {name: jax.lax.slice_in_dim(x, 0, count, axis=self.axes[name]) for name, x in self.arrays.items()}
         return Mixed(cut, self.axes)
+
+    def split(self, counts: list[int]) -> list["Mixed"]:
+        """All tokens in ranges."""
+        parts = {name: jax.lax.split(x, counts, axis=self.axes[name]) for name, x in self.arrays.items()}
+        return [Mixed({name: x[i] for name, x in parts.items()}, self.axes) for i in range(len(counts))]
 
     def tiles(self, count: int, size: int) -> dict[str, Array]:
         """Tiles of ``size`` tokens on a new first axis, the last one padded."""
@@ -260,9 +304,8 @@ class Mixed(NamedTuple):
 
 def _mixed_queries(queries: Queries, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Mixed:
     pseudo = spec.form.scores == "pseudo"
-    heads = queries.heads[:, None]
     arrays = {
-        "heads": mix_queries(heads, mixing.query, rotation, spec) if pseudo else heads,
+        "heads": mix_queries(queries.heads, mixing.query, rotation, spec) if pseudo else queries.heads,
         "index": queries.index[:, None],
     }
     if queries.segment is not None:
@@ -271,15 +314,14 @@ def _mixed_queries(queries: Queries, mixing: HeadMixing, rotation: Rotation, spe
 
 
 def _mixed_keys(keys: Keys, mixing: HeadMixing, rotation: Rotation, spec: TileSpec) -> Mixed:
-    heads, value = keys.heads[:, None], keys.value[:, None]
     pseudo, mixed_values = spec.form.scores == "pseudo", spec.form.values == "mixed"
     arrays = {
-        "heads": mix_keys(heads, mixing.key, rotation, spec) if pseudo else heads,
-        "value": mix_keys(value, mixing.value, None, spec) if mixed_values else value,
+        "heads": mix_keys(keys.heads, mixing.key, rotation, spec) if pseudo else keys.heads,
+        "value": mix_keys(keys.value, mixing.value, None, spec) if mixed_values else keys.value,
     }
     if keys.segment is not None:
         arrays["segment"] = keys.segment[:, None]
-    axes = {"heads": 4 if pseudo else 2, "value": 4 if mixed_values else 2, "segment": 2}
+    axes = {"heads": 5 if pseudo else 2, "value": 5 if mixed_values else 2, "segment": 2}
     return Mixed(arrays, axes)
 
 
@@ -293,7 +335,7 @@ def _query_tiles(queries: Mixed, keys: Mixed, key_index: Array, mixing: HeadMixi
         visibility = Visibility(query["index"], key_index, query.get("segment"), key.get("segment"))
         return tile_attention(query["heads"], key["heads"], key["value"], mixing, visibility, spec)[:, 0]
 
-    out = jnp.moveaxis(_map(step, queries.tiles(tiles, tile)), 0, 1)  # [z,tiles,t,n,d]
+    out = jnp.moveaxis(_map(step, queries.tiles(tiles, tile), UNROLL), 0, 1)  # [z,tiles,t,n,d]
     return out.reshape(out.shape[0], tiles * tile, *out.shape[3:])[:, :tokens]
 
 
@@ -310,12 +352,13 @@ def _checkpoint(step: Callable, in_loop: bool) -> Callable:
     return jax.checkpoint(step, policy=policy, prevent_cse=not in_loop)
 
 
-def _map(step: Callable[[X], Y], xs: X) -> Y:
+def _map(step: Callable[[X], Y], xs: X, unroll: int = 1) -> Y:
     """`lax.map` of a checkpointed step, without a loop where there is one step only."""
     if jax.tree.leaves(xs)[0].shape[0] == 1:
         out = _checkpoint(step, in_loop=False)(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda x: x[None], out)
-    return jax.lax.map(_checkpoint(step, in_loop=True), xs)
+    checkpointed = _checkpoint(step, in_loop=True)
+    return jax.lax.scan(lambda _, x: (None, checkpointed(x)), None, xs, unroll=unroll)[1]
 
 
 def _fit(x: Array, before: int, after: int, fill: int = 0, axis: int = 1) -> Array:

@@ -11,8 +11,8 @@ With a per-head collapse the probabilities are collapsed before they meet a valu
 
 Letters of the einsums: z batch, g tile, t query token, s key token, n query head, k key/value head,
 x query head within its key/value head (n = k*x), p and r pseudo-head of query and key, m and l source heads of
-queries and of keys, h head dimension of queries and keys, d that of values, o output head, j pseudo-keys in natural
-order (s r).
+queries and of keys, h head dimension of queries and keys, d that of values, o output head, j pseudo-keys in the
+form's order: (r s) where they are mixed, so that mixing leaves whole rows of tokens in place; (s r) where scores are.
 """
 
 import dataclasses
@@ -39,6 +39,11 @@ class Form:
     scores: Literal["pseudo", "base"]
     values: Literal["mixed", "base"]
 
+    @property
+    def pseudo_keys(self) -> str:
+        """The order of pseudo-keys along a row of scores, in the letters of the einsums."""
+        return "rs" if self.scores == "pseudo" else "sr"
+
 
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
@@ -57,8 +62,13 @@ class TileSpec:
         return jnp.einsum(spec, a, b, precision=self.precision, preferred_element_type=self.compute_dtype)
 
 
-def mix_queries(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
-    """Pseudo-queries of a tile in natural order: ``[z,g,t,m,h]``, ``[m,n,p]`` -> ``[z,g,n,t,p,h]`` in x's dtype.
+Rotation = tuple[Array, Array] | None
+"""cos and sin ``[P, H/2]`` of what is left of the rotation once tokens are rotated: the pseudo-head's number (mixing
+commutes with rotations, `paper.md` section 7)."""
+
+
+def mix_queries(x: Array, weights: Array, rotation: Rotation, spec: TileSpec) -> Array:
+    """Pseudo-queries of a tile in natural order: ``[z,g,m,t,h]``, ``[m,n,p]`` -> ``[z,g,n,t,p,h]`` in x's dtype.
 
     Natural order of rows, (t, p): the collapse is then a product with P adjacent rows, which XLA's CPU runs ten
     times as fast as a sum over P distant ones.
@@ -66,39 +76,52 @@ def mix_queries(x: Array, weights: Array, rotation: tuple[Array, Array] | None, 
     Args:
       x: base heads, already rotated by their token's index.
       weights: mixing tensor.
-      rotation: cos and sin ``[P, H/2]`` of the remaining rotation by the pseudo-head's number (mixing commutes
-        with rotations, `paper.md` section 7), or None.
+      rotation: the remaining one, or None.
       spec: static description.
     """
-    return jnp.swapaxes(_mix_heads(x, weights, rotation, spec), 3, 4)
+    mixed = _mix_heads(x, weights, spec)  # [z,g,n,p,t,h]
+    if rotation is not None:
+        cos, sin = (table[None, None, None, :, None, :] for table in rotation)
+        mixed = _rotate(mixed, cos, sin, axis=-1)
+    return jnp.swapaxes(mixed.astype(x.dtype), 3, 4)
 
 
-def mix_keys(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
-    """Pseudo-keys or -values of a tile as columns: ``[z,g,s,m,h]``, ``[m,k,r]`` -> ``[z,g,k,h,s,r]``, like x.
+def mix_keys(x: Array, weights: Array, rotation: Rotation, spec: TileSpec) -> Array:
+    """Pseudo-keys or -values of a tile as columns: ``[z,g,m,h,s]``, ``[m,k,r]`` -> ``[z,g,k,h,r,s]``, like x.
 
     Columns, because a product's gradient with respect to them has no long transposed operand then (three times as
     fast on CPU); arguments as those of `mix_queries`.
     """
-    return jnp.transpose(_mix_heads(x, weights, rotation, spec), (0, 1, 2, 5, 4, 3))
+    mixed = _mix_heads(x, weights, spec)  # [z,g,k,r,h,s]
+    if rotation is not None:
+        cos, sin = (table[None, None, None, :, :, None] for table in rotation)
+        mixed = _rotate(mixed, cos, sin, axis=-2)
+    return jnp.swapaxes(mixed.astype(x.dtype), 3, 4)
 
 
-def _mix_heads(x: Array, weights: Array, rotation: tuple[Array, Array] | None, spec: TileSpec) -> Array:
-    """``[z,g,t,m,h]``, ``[m,n,p]`` -> ``[z,g,n,p,t,h]``."""
-    mixed = spec.dot("zgtmh,zgmnp->zgnpth", x.astype(spec.compute_dtype), _per_tile(weights, x.shape[:2], spec))
-    mixed = mixed.astype(x.dtype)
-    if rotation is None:
-        return mixed
-    cos, sin = (table[None, None, None, :, None, :] for table in rotation)
-    first, second = jnp.split(mixed.astype(spec.compute_dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def _mix_heads(x: Array, weights: Array, spec: TileSpec) -> Array:
+    """``[z,g,m,a,b]``, ``[m,n,p]`` -> ``[z,g,n,p,a,b]``.
+
+    The source heads are outermost, so that every operand of this product and of its gradients is where it is wanted
+    (on CPU, turning them around took as long as the scores).
+    """
+    z, g, m, a, b = x.shape
+    _, n, p = weights.shape
+    weights = jnp.swapaxes(weights.reshape(m, n * p).astype(spec.compute_dtype), 0, 1)
+    # Weights repeated for every tile make mixing a batched product: checkpoint policies that save products without
+    # batch dimensions do not save pseudo-heads.
+    weights = jnp.broadcast_to(weights[None], (z * g, n * p, m))
+    mixed = spec.dot("cqm,cmi->cqi", weights, x.astype(spec.compute_dtype).reshape(z * g, m, a * b))
+    return mixed.reshape(z, g, n, p, a, b)
+
+
+def _rotate(x: Array, cos: Array, sin: Array, axis: int) -> Array:
+    first, second = jnp.split(x, 2, axis=axis)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 
 
 def _per_tile(weights: Array, batch: tuple[int, ...], spec: TileSpec) -> Array:
-    """Mixing weights repeated for every tile (or token), so that mixing is a batched product.
-
-    Its result then needs no transposition (on CPU two to four times faster), and checkpoint policies that save
-    products without batch dimensions do not save pseudo-heads.
-    """
+    """Mixing weights repeated for every tile (or token): a batched product, see `_mix_heads`."""
     weights = weights.astype(spec.compute_dtype)
     return jnp.broadcast_to(weights[(None,) * len(batch)], (*batch, *weights.shape))
 
@@ -108,7 +131,7 @@ class Visibility(NamedTuple):
 
     Attributes:
       query_index: `masks.mask_index` of pseudo-queries, ``[z|1, g, t, p]``.
-      key_index: likewise of pseudo-keys, ``[z|1, g, s, r]``; `NEVER_SEEN` for padding.
+      key_index: likewise of pseudo-keys, ``[z|1, g, j]``; `NEVER_SEEN` for padding.
       query_segment: ``[z, g, t]``, or None without segments.
       key_segment: ``[z, g, s]``, or None.
     """
@@ -130,8 +153,8 @@ def tile_attention(
 
     Args:
       query: pseudo-queries ``[z,g,n,t,p,h]``, or base queries ``[z,g,t,m,h]`` for base scores.
-      key: pseudo-keys ``[z,g,k,h,s,r]``, or base keys ``[z,g,s,m,h]`` for base scores.
-      value: pseudo-values ``[z,g,k,d,s,r]``, or base values ``[z,g,s,m,d]`` for base values.
+      key: pseudo-keys ``[z,g,k,h,r,s]``, or base keys ``[z,g,s,m,h]`` for base scores.
+      value: pseudo-values ``[z,g,k,d,r,s]``, or base values ``[z,g,s,m,d]`` for base values.
       mixing: its heads may be a group of all heads: query ``[m,n,p]``, key and value ``[m,k,r]``, collapse
         ``[n,p]`` or ``[o,n,p]``.
       visibility: which keys are seen.
@@ -160,7 +183,9 @@ def tile_attention(
     total = jnp.where(total > 0, total, 1.0)  # of a row that sees nothing: its probabilities are zeros
 
     def split_keys(weights: Array) -> Array:
-        return weights.reshape(*weights.shape[:-1], weights.shape[-1] // pseudo, pseudo)
+        tokens = weights.shape[-1] // pseudo
+        order = (pseudo, tokens) if spec.form.pseudo_keys == "rs" else (tokens, pseudo)
+        return weights.reshape(*weights.shape[:-1], *order)
 
     if mixing.collapse.ndim == 2:
         rows = mixing.collapse.astype(spec.compute_dtype)[None, None, :, None, :, None] / total
@@ -172,23 +197,27 @@ def _seen(visibility: Visibility, pseudo: int, spec: TileSpec) -> Array | None:
     """Visibility in the layout of the scores, 1 on the head axis; None if every key is visible."""
     by_row, by_key, row_ids, key_ids = visibility
     rows = by_row[:, :, None, :, :, None]
-    keys = by_key.reshape(*by_key.shape[:2], 1, 1, 1, -1)
+    keys = by_key[:, :, None, None, None]
     seen = masks.visible_by_index(rows, keys, num_pseudo_heads=pseudo, causal=spec.causal, window=spec.window)
     if row_ids is None or key_ids is None:
         return seen
     z, g, s = key_ids.shape
-    key_ids = jnp.broadcast_to(key_ids[..., None], (z, g, s, pseudo)).reshape(z, g, 1, 1, 1, -1)
+    if spec.form.pseudo_keys == "rs":
+        key_ids = jnp.broadcast_to(key_ids[:, :, None], (z, g, pseudo, s))
+    else:
+        key_ids = jnp.broadcast_to(key_ids[..., None], (z, g, s, pseudo))
+    key_ids = key_ids.reshape(z, g, 1, 1, 1, -1)
     same = masks.same_segment(row_ids[:, :, None, :, None, None], key_ids)
     return same if seen is None else seen & same
 
 
 def _scores_from_pseudo(query: Array, key: Array, spec: TileSpec) -> Array:
     z, g, n, t, p, h = query.shape
-    kv_heads, _, s, r = key.shape[2:]
+    kv_heads, _, r, s = key.shape[2:]
     # One batch axis: with more of them XLA does not turn the gradient of the keys around.
     query = query.reshape(z * g * kv_heads, (n // kv_heads) * t * p, h)
-    key = key.reshape(z * g * kv_heads, h, s * r)
-    return spec.dot("bqh,bhj->bqj", query, key).reshape(z, g, n, t, p, s * r)
+    key = key.reshape(z * g * kv_heads, h, r * s)
+    return spec.dot("bqh,bhj->bqj", query, key).reshape(z, g, n, t, p, r * s)
 
 
 def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
@@ -209,32 +238,34 @@ def _scores_from_base(query: Array, key: Array, mixing: HeadMixing, spec: TileSp
 
 
 def _values_per_head(weights: Array, value: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
-    """Collapsed probabilities ``[z,g,n,t,s,r]`` times values -> ``[z,g,t,n,d]``."""
+    """Collapsed probabilities ``[z,g,n,t,*j]`` times values -> ``[z,g,t,n,d]``."""
     z, g, n = weights.shape[:3]
     kv_heads = mixing.num_kv_heads
     weights = weights.reshape(z, g, kv_heads, n // kv_heads, *weights.shape[3:])
+    keys, sources = spec.form.pseudo_keys, spec.form.pseudo_keys.replace("r", "m")
     if spec.form.values == "mixed":
-        out = spec.dot("zgkxtsr,zgkdsr->zgtkxd", weights.astype(value.dtype), value)
+        out = spec.dot(f"zgkxt{keys},zgkdrs->zgtkxd", weights.astype(value.dtype), value)
     else:
-        by_source = spec.dot("zgkxtsr,zgmkr->zgkxtsm", weights, _per_tile(mixing.value, (z, g), spec))
-        out = spec.dot("zgkxtsm,zgsmd->zgtkxd", by_source.astype(value.dtype), value)
+        by_source = spec.dot(f"zgkxt{keys},zgmkr->zgkxt{sources}", weights, _per_tile(mixing.value, (z, g), spec))
+        out = spec.dot(f"zgkxt{sources},zgsmd->zgtkxd", by_source.astype(value.dtype), value)
     return out.reshape(z, g, out.shape[2], n, out.shape[-1])
 
 
 def _values_across_heads(weights: Array, value: Array, mixing: HeadMixing, spec: TileSpec) -> Array:
-    """Probabilities ``[z,g,n,t,p,s,r]`` times values -> ``[z,g,t,o,d]``."""
+    """Probabilities ``[z,g,n,t,p,*j]`` times values -> ``[z,g,t,o,d]``."""
     z, g, n = weights.shape[:3]
     kv_heads = mixing.num_kv_heads
     weights = weights.reshape(z, g, kv_heads, n // kv_heads, *weights.shape[3:])
     out_heads, _, pseudo = mixing.collapse.shape
     collapse = mixing.collapse.astype(spec.compute_dtype).reshape(out_heads, kv_heads, n // kv_heads, pseudo)
+    keys, sources = spec.form.pseudo_keys, spec.form.pseudo_keys.replace("r", "m")
     if spec.form.values == "mixed":
-        pseudo_out = spec.dot("zgkxtpsr,zgkdsr->zgkxptd", weights.astype(value.dtype), value)
+        pseudo_out = spec.dot(f"zgkxtp{keys},zgkdrs->zgkxptd", weights.astype(value.dtype), value)
         return spec.dot("okxp,zgkxptd->zgtod", collapse, pseudo_out)
     # Heads that share a key/value head share its value mixing: sum over them before the next contraction.
-    collapsed = spec.dot("okxp,zgkxtpsr->zgoktsr", collapse, weights)
-    by_source = spec.dot("zgoktsr,mkr->zgotsm", collapsed, mixing.value.astype(spec.compute_dtype))
-    return spec.dot("zgotsm,zgsmd->zgtod", by_source.astype(value.dtype), value)
+    collapsed = spec.dot(f"okxp,zgkxtp{keys}->zgokt{keys}", collapse, weights)
+    by_source = spec.dot(f"zgokt{keys},mkr->zgot{sources}", collapsed, mixing.value.astype(spec.compute_dtype))
+    return spec.dot(f"zgot{sources},zgsmd->zgtod", by_source.astype(value.dtype), value)
 
 
 # Sums of exponentials, once along keys and once along pseudo-queries, are products: what XLA's CPU adds up by a

@@ -46,8 +46,10 @@ def candidates(fused: bool, window: bool) -> list[Sizes]:
     """The default sizes first, then every combination worth trying; of the kernels' sizes if ``fused``."""
     grid: dict[str, Iterable[int]]
     if not fused:
-        grid = {"score_bytes": [2**20 * n for n in (1, 2, 4, 8, 16)]}
-        if not window:
+        grid = {"global_score_bytes": [2**20 * n for n in (1, 4, 16)]}
+        if window:
+            grid["local_score_bytes"] = [2**20 * n for n in (1, 2, 4, 16)]
+        else:
             grid["stripes"] = (4, 8, 16)
     elif window:
         grid = {"local_rows": (128, 160, 256), "global_rows": (128, 256, 512), "global_chunk": (256, 512, 1024)}

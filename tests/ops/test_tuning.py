@@ -87,8 +87,8 @@ def test_a_table_that_is_none_says_what_to_do_and_stays(table, content):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="score_bytes must be a positive whole number, got 0"):
-        Sizes(score_bytes=0)
+    with pytest.raises(ValueError, match="local_score_bytes must be a positive whole number, got 0"):
+        Sizes(local_score_bytes=0)
     with pytest.raises(ValueError, match="global_chunk must be a multiple of 128, got 200"):
         Sizes(global_chunk=200)
 
@@ -106,7 +106,8 @@ def test_every_candidate_computes_the_same(window):
     x = jax.random.normal(jax.random.key(0), (3, 1, 96, 4, 8))
     mixing = HeadMixing.copy(4, 2)
     default = interleaved_head_attention(*x, mixing, window=window)
-    for sizes in [Sizes(score_bytes=1, stripes=1), Sizes(score_bytes=2**10, stripes=3), Sizes(score_bytes=2**30)]:
+    for score_bytes, stripes in [(1, 1), (2**10, 3), (2**30, 8)]:
+        sizes = Sizes(local_score_bytes=score_bytes, global_score_bytes=score_bytes, stripes=stripes)
         with tuning.force(sizes):
             chex.assert_trees_all_close(interleaved_head_attention(*x, mixing, window=window), default, atol=1e-5)
 

@@ -165,6 +165,8 @@ def narrow_plan(batch: int, query_len: int, heads: int, pseudo: int, band: Band,
     overlap = min(2 * (left + right), MAX_NARROW_BYTES // score_bytes)
     group = min(tiles, max(1, sizes.local_score_bytes // score_bytes, overlap))
     steps = -(-tiles // group)
+    if steps > 1:  # whole turns of the loop
+        steps = UNROLL * round(steps / UNROLL)
     return NarrowPlan(tile=tile, left=left, right=right, group=-(-tiles // steps), steps=steps)
 
 

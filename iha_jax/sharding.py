@@ -19,6 +19,9 @@ from jaxtyping import Array
 
 from iha_jax import compat
 
+MESH_AXES = ("replica", "data", "fsdp", "context", "tensor")
+"""Names of the mesh axes: slices (over the data-centre network), rows, rows and parameters, tokens, heads."""
+
 MeshAxes = tuple[str, ...]
 LogicalAxes = tuple[str | None, ...]
 
@@ -43,8 +46,8 @@ class Rules:
       norm: scales and biases over the model dimension.
     """
 
-    batch: MeshAxes = ("data", "fsdp")
-    sequence: MeshAxes = ("sequence",)
+    batch: MeshAxes = ("replica", "data", "fsdp")
+    sequence: MeshAxes = ("context",)
     embed: MeshAxes = ("fsdp",)
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
@@ -56,6 +59,10 @@ class Rules:
     vocab: MeshAxes = ("tensor",)
     layers: MeshAxes = ()
     norm: MeshAxes = ()
+
+    def replace(self, **changes: MeshAxes) -> "Rules":
+        """These rules with other mesh axes for the logical axes named."""
+        return dataclasses.replace(self, **changes)
 
     def resolve(self, axes: LogicalAxes, mesh_axes: MeshAxes) -> PartitionSpec:
         """The partition of an array with these logical axes on a mesh with these axes.

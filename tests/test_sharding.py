@@ -84,17 +84,17 @@ def test_einsum_is_einsum_values_and_gradients(equation):
     chex.assert_trees_all_close(ours, through(lambda x, w: jnp.einsum(equation, x, w)), rtol=1e-5, atol=1e-5)
 
 
-WITH_SEQUENCE = ("data", "sequence", "tensor")
+WITH_CONTEXT = ("data", "context", "tensor")
 
 
 @pytest.mark.parametrize(
     ("kind", "names", "explicit", "options"),
     [
-        (InterleavedHeadAttention, WITH_SEQUENCE, True, {"window": 4, "num_pseudo_heads": 3}),
+        (InterleavedHeadAttention, WITH_CONTEXT, True, {"window": 4, "num_pseudo_heads": 3}),
         (InterleavedHeadAttention, MESH_AXES, False, {"collapse": "across_heads", "num_pseudo_heads": 2}),
-        (MultiHeadAttention, WITH_SEQUENCE, True, {}),
-        (MultiHeadAttention, WITH_SEQUENCE, True, {"window": 4, "num_kv_heads": 1}),
-        (MultiHeadAttention, WITH_SEQUENCE, False, {"window": 11, "causal": False}),
+        (MultiHeadAttention, WITH_CONTEXT, True, {}),
+        (MultiHeadAttention, WITH_CONTEXT, True, {"window": 4, "num_kv_heads": 1}),
+        (MultiHeadAttention, WITH_CONTEXT, False, {"window": 11, "causal": False}),
         (MultiHeadAttention, MESH_AXES, True, {}),
     ],
 )

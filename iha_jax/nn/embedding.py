@@ -58,6 +58,8 @@ class Embedding(nnx.Module):
             raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
         table = self.table[...]
         table = table.astype(compute_dtype(self.dtype, table))
+        # Whole rows first: split within a row, what is looked up would have to change its layout entirely.
+        table = sharding.constrain(table, ("vocab", None))
         # A negative index would count from the end; send it out of range instead.
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         return sharding.take(table, tokens, ("batch", "sequence", None))

@@ -172,6 +172,35 @@ class SampleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along every axis of the mesh; one of them may be -1 and takes all that the others leave.
+
+    Attributes:
+      replica: slices: rows are split over them, parameters are not.
+      data: rows.
+      fsdp: rows, and parameters and optimizer state along the model dimension.
+      context: tokens: window layers exchange their edges, global ones gather keys and values.
+      tensor: heads and the feed-forward network.
+    """
+
+    replica: int = 1
+    data: int = 1
+    fsdp: int = -1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        """Checks ranges."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"mesh.{name} must be at least 1, or -1 for what the others leave, got {size}")
+        free = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(f"only one axis of the mesh may be -1, got {' and '.join(free)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """A training run.
 
@@ -187,6 +216,7 @@ class TrainConfig:
       max_nonfinite: steps with a non-finite loss or gradient in a row (each leaves the state as it was)
         before the run aborts.
       model: the model.
+      mesh: how the devices at hand are arranged.
       data: the data.
       optimizer: the optimizer.
       checkpoint: checkpoints.
@@ -205,6 +235,7 @@ class TrainConfig:
     micro_batches: int = 1
     z_loss: float = 0.0
     max_nonfinite: int = 5
+    mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()  # noqa: RUF009 (frozen)
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -23,6 +23,7 @@ from iha_jax.training.hardware import peak_flops
 from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoard, read_json_lines
 from iha_jax.training.mixing_statistics import mixing_statistics
 from iha_jax.training.optimizer import make_optimizer
+from iha_jax.training.placement import Placement
 from iha_jax.training.sample import make_sampler, prompt_ids, until_end
 from iha_jax.training.serialization import differences, from_json, to_json, to_plain
 from iha_jax.training.signals import StopRequested, StopSignals
@@ -45,6 +46,7 @@ class Trainer:
     Attributes:
       config: of the run.
       state: parameters, optimizer and counters, as of the last completed step.
+      placement: the devices it lives on.
     """
 
     def __init__(self, config: TrainConfig, stop: StopSignals, display: Display | None = None):
@@ -59,9 +61,17 @@ class Trainer:
                 f"model.vocab_size must be at least the tokenizer's {self._pipeline.tokenizer.vocab_size} ids, "
                 f"got {config.model.vocab_size}"
             )
-        self._functions = ModelFunctions(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
+        self.placement = Placement(config.mesh)
+        self.placement.check(config)
+
+        def model() -> Transformer:
+            return Transformer(config.model, rngs=nnx.Rngs(config.seed))
+
+        self._functions = ModelFunctions(nnx.eval_shape(model))
         self._optimizer = make_optimizer(config, self._functions.params, self._functions.axes)
-        self.state: TrainState = initial_state(self._functions, self._optimizer, config.seed)
+        self.state: TrainState = self.placement.create(
+            lambda: initial_state(ModelFunctions(model()), self._optimizer, config.seed), self._functions.axes
+        )
         self.num_parameters = sum(math.prod(p.shape) for p in self.state.params.values())
         self.account = account(config.model, config.micro_batch_size, config.data.sequence_length)
         self._bytes_per_target = self._pipeline.bytes_per_target()
@@ -114,14 +124,19 @@ class Trainer:
         config = self.config
         shape = (config.micro_batches, config.micro_batch_size, config.data.sequence_length)
         integers = ("inputs", "targets", "segment_ids", "positions")
-        batch: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in integers}
-        batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-        step = jax.jit(make_train_step(config, self._functions, self._optimizer), donate_argnums=0)
+        batch: dict[str, Any] = {name: self.placement.batch_shape(shape, np.int32) for name in integers}
+        batch["weights"] = self.placement.batch_shape(shape, np.float32)
+        step = jax.jit(
+            make_train_step(config, self._functions, self._optimizer),
+            donate_argnums=0,
+            out_shardings=None if self.placement.mesh is None else (jax.tree.map(_sharding, self.state), None),
+        )
         begun = time.perf_counter()
-        with self._saving_on_stop():
+        with self._saving_on_stop(), self.placement.active():
             self._step = self._stop.run(step.lower(self.state, batch).compile)
+        where = "" if self.placement.mesh is None else f" on {self.placement.describe()}"
         self.display.message(
-            f"{config.name}: {self.num_parameters:,} parameters, compiled in {time.perf_counter() - begun:.0f} s"
+            f"{config.name}: {self.num_parameters:,} parameters{where}, compiled in {time.perf_counter() - begun:.0f} s"
         )
         self._eval_rows = config.evaluation.batch_size or config.micro_batch_size
         self._eval_step = None
@@ -156,7 +171,9 @@ class Trainer:
         batch = next(self._iterator)
         self._window_wait += time.perf_counter() - begun
         self._progress["data_crc"] = zlib.crc32(batch["inputs"].tobytes(), self._progress["data_crc"])
-        self.state, metrics = self._step(self.state, split_micro_batches(batch, self.config.micro_batches))
+        self.state, metrics = self._step(
+            self.state, self.placement.batch(split_micro_batches(batch, self.config.micro_batches))
+        )
         self._done += 1
         self._window_steps += 1
         # Read a step's numbers only when the next is under way: the device never waits for the host.
@@ -226,12 +243,13 @@ class Trainer:
         if first is None:
             return {}
         if self._eval_step is None:
-            lowered = jax.jit(make_eval_step(self._functions)).lower(self.state.params, first)
+            with self.placement.active():
+                lowered = jax.jit(make_eval_step(self._functions)).lower(self.state.params, self.placement.batch(first))
             self._eval_step = self._stop.run(lowered.compile)
         found = evaluate(
             self._eval_step,
             self.state.params,
-            itertools.chain([first], batches),
+            map(self.placement.batch, itertools.chain([first], batches)),
             self._bytes_per_target,
             self._stop.check,
         )
@@ -313,7 +331,9 @@ class Trainer:
         prompt = prompt_ids(self._pipeline.tokenizer, options.prompt)
         sampler = jax.jit(make_sampler(self._functions, options.tokens, options.temperature))
         key = jax.random.key(self.config.seed)
-        compiled = self._stop.run(sampler.lower(self.state.params, prompt, key).compile)
+        with self.placement.active(batch=(), sequence=()):  # one row, some tokens: whole on every device
+            lowered = sampler.lower(self.state.params, prompt, key)
+        compiled = self._stop.run(lowered.compile)
         ids = jax.device_get(compiled(self.state.params, prompt, key))
         self.display.completion(options.prompt, until_end(self._pipeline.tokenizer, ids))
 
@@ -350,6 +370,10 @@ class Trainer:
         for name, (before, now) in differences(old, to_plain(self.config)).items():
             if not name.startswith(_FREE_TO_CHANGE):
                 self.display.message(f"note: {name} was {before} when this run was last saved and is {now} now")
+
+
+def _sharding(x: jax.Array) -> jax.sharding.Sharding:
+    return x.sharding
 
 
 class _SavingOnStop:

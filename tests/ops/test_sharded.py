@@ -14,7 +14,7 @@ from iha_jax.ops.sharded import attend_sharded, layout_of
 from iha_jax.sharding import Rules, use_rules
 from tests.ops.cases import QUICK
 
-ALL = {"data": 2, "sequence": 2, "tensor": 2}
+ALL = {"data": 2, "context": 2, "tensor": 2}
 
 
 def operands(batch, tokens, heads, kv_heads, pseudo, across_heads, layout):
@@ -53,14 +53,14 @@ def value_and_gradients(options):
         (ALL, False, (4, 4, 2), "packed", {"window": 5, "across": True}),
         (ALL, True, (4, 1, 2), "positions", {"window": 6, "causal": "token", "rope": Rope(positions="token")}),
         (ALL, True, (6, 2, 2), "packed", {"logits_soft_cap": 5.0}),
-        ({"sequence": 8}, True, (3, 3, 2), "packed", {"window": 13}),  # a window over several shards
-        ({"sequence": 4, "tensor": 2}, True, (4, 2, 2), "packed", {"causal": None, "window": 7}),
-        ({"sequence": 4, "tensor": 2}, True, (4, 2, 2), "key_padding", {"window": 7, "across": True}),
+        ({"context": 8}, True, (3, 3, 2), "packed", {"window": 13}),  # a window over several shards
+        ({"context": 4, "tensor": 2}, True, (4, 2, 2), "packed", {"causal": None, "window": 7}),
+        ({"context": 4, "tensor": 2}, True, (4, 2, 2), "key_padding", {"window": 7, "across": True}),
         ({"data": 2, "tensor": 4}, True, (8, 2, 2), "positions", {"window": 7}),  # K < devices
         ({"data": 1, "fsdp": 8}, True, (3, 1, 20), "plain", {"window": 4}),
         (ALL, True, (4, 2, 2), "packed", {"window": 7, "implementation": "pallas"}),
         pytest.param(
-            *({"sequence": 4, "tensor": 2}, True, (4, 2, 2), "plain", {"implementation": "pallas", "across": True}),
+            *({"context": 4, "tensor": 2}, True, (4, 2, 2), "plain", {"implementation": "pallas", "across": True}),
             marks=pytest.mark.slow,
         ),
     ],
@@ -133,7 +133,7 @@ def test_heads_cross_the_mesh_as_base_heads():
 def test_windows_cross_the_mesh_as_halos():
     """Sequence-sharded: W tokens of keys and values, their positions and ids, and nothing else."""
     window = 4
-    found = collectives({"sequence": 8}, {"window": window, "implementation": "blockwise"})
+    found = collectives({"context": 8}, {"window": window, "implementation": "blockwise"})
     assert {kind for kind, _ in found} == {"collective-permute"}
     assert sum(size for _, size in found) <= 8 * window * (4 * (8 + 6) + 2)
 
@@ -149,7 +149,7 @@ def test_windows_skip_work_by_index_on_every_device(layout):
         return query
 
     absent = dict.fromkeys(("query_positions", "key_positions", "query_segment_ids", "key_segment_ids"))
-    with jax.set_mesh(compat.make_mesh((8,), ("sequence",))):
+    with jax.set_mesh(compat.make_mesh((8,), ("context",))):
         layout = layout_of(query, key)
         jax.eval_shape(
             lambda *x: attend_sharded(attend, layout, *x, causal="virtual", window=3, **{**absent, **integers}),
@@ -170,7 +170,7 @@ def test_rows_do_not_cross_the_mesh():
     ("mesh", "shape", "message"),
     [
         ({"data": 8}, (4, 16, 4, 4), r"batch size B=4 .* 8, the devices along mesh axes \('data',\)"),
-        ({"sequence": 8}, (4, 12, 4, 4), r"query tokens T=12 .* 8"),
+        ({"context": 8}, (4, 12, 4, 4), r"query tokens T=12 .* 8"),
         ({"tensor": 8}, (4, 16, 4, 4), r"query heads N=4 .* 8"),
         ({"tensor": 4}, (4, 16, 12, 3), r"key/value heads K=3 .* 4"),
     ],

@@ -10,6 +10,7 @@ from iha_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
     LogConfig,
+    MeshConfig,
     OptimizerConfig,
     TrainConfig,
 )
@@ -17,7 +18,10 @@ from iha_jax.training.config import (
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Makes configurations of a two-layer model on text in the test's folder; keywords replace fields."""
+    """Makes configurations of a two-layer model on text in the test's folder; keywords replace fields.
+
+    One device, though there are more: they have tests of their own.
+    """
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):
@@ -43,5 +47,6 @@ def tiny(tmp_path):
         checkpoint=CheckpointConfig(every=2),
         evaluation=EvaluationConfig(every=3, rows=4),
         log=LogConfig(every=1),
+        mesh=MeshConfig(fsdp=1),
     )
     return lambda **changes: dataclasses.replace(config, **changes)

@@ -121,7 +121,7 @@ def test_memory_is_flat_over_2000_steps(tiny, tmp_path):
         steps=2000,
         batch_size=32,  # 20 KB a batch: one kept at each step would show as 35 MB
         data=dataclasses.replace(base.data, sources=(SourceConfig("files", str(text)),)),
-        # TensorStore's report of its own metrics, which Orbax asks for at every save, is never freed (0.1 to 0.3 MB
+        # TensorStore's report of its own metrics, which Orbax asks for at every save, is never freed (up to 0.7 MB
         # a save, whatever the model): few saves.
         checkpoint=CheckpointConfig(every=300, keep=2),
         evaluation=EvaluationConfig(every=100, rows=4),
@@ -145,4 +145,5 @@ def test_memory_is_flat_over_2000_steps(tiny, tmp_path):
     (early, early_arrays), (late, late_arrays) = seen[350], seen[1950]
     print(json.dumps({"MiB at step 350": early / 2**20, "at step 1950": late / 2**20, "arrays": late_arrays}))
     assert late_arrays == early_arrays
-    assert late - early < 8 * 2**20
+    # Between saves nothing grows, but for a heap that the allocator extends by 6 MB once.
+    assert late - early < 16 * 2**20

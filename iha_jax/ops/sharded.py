@@ -3,8 +3,9 @@
 Base heads cross the mesh, pseudo-heads never do. Along the axes that split *heads*, every device gathers all base
 heads (mixing reads them all) and makes only its own pseudo-heads from them; plain attention gathers nothing there.
 Along those that split the *sequence*, window layers fetch a halo of base keys and values from their neighbours, global
-layers gather them. Rows of the *batch* are independent. Transposed, a gather becomes a sum that leaves each device its
-part.
+layers gather them; causal global layers deal out their queries first, so that every device does the same share of the
+half that is visible. Rows of the *batch* are independent. Transposed, a gather becomes a sum that leaves each device
+its part.
 """
 
 import dataclasses
@@ -102,9 +103,12 @@ def attend_sharded(
 
     Without mixing it is plain attention: heads are independent of each other.
     """
-    self_attention = query.shape[1] == key.shape[1] and (key_positions is None or key_positions is query_positions)
+    aligned = query.shape[1] == key.shape[1] and (key_positions is None or key_positions is query_positions)
+    if query_positions is not None and query_segment_ids is not None:
+        # With ids of their own and positions that start again, a query and a key that see each other may lie anywhere.
+        aligned = aligned and (key_segment_ids is None or key_segment_ids is query_segment_ids)
     band = band_of(causal, window)
-    if not self_attention or (band is not None and band.left + band.right >= key.shape[1]):
+    if not aligned or (band is not None and band.left + band.right >= key.shape[1]):
         band = None  # no halo: the window reaches everything
     integers = {
         "query_positions": query_positions,
@@ -134,7 +138,12 @@ def attend_sharded(
             else:
                 for_keys = {k: _gather(x, layout.sequence, 1) for k, x in integers.items() if k.startswith("key")}
                 key, value = (_gather(x, layout.sequence, 1) for x in (key, value))
-                out = attend(query, key, value, mixing, **{**integers, **for_keys})
+                integers = {**integers, **for_keys}
+                hands = _hands(query.shape[1], layout.shards) if aligned and causal is not None else 0
+                if hands:
+                    out = _dealt(attend, layout, hands, query, key, value, mixing, integers)
+                else:
+                    out = attend(query, key, value, mixing, **integers)
         if across and layout.parts > 1:
             # Every device's heads add to every output head; the sum leaves each device its own outputs.
             out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
@@ -189,6 +198,57 @@ def _filled(integers: dict[str, Array], layout: Layout, query: Array, key: Array
     default("positions", positions)
     default("segment_ids", lambda x: jnp.ones(x.shape[:2], jnp.int32))
     return filled
+
+
+_RANGES = 4
+"""Ranges of a causal global layer's queries, at least: n of them compute (n + 1) / 2n of all pairs, and each is a
+program of its own."""
+
+
+def _hands(tokens: int, shards: int) -> int:
+    """Into how many hands a device deals its tokens, each to all devices; 0 if they can't be dealt evenly."""
+    return next((n for n in range(-(-_RANGES // shards), 0, -1) if tokens % (n * shards) == 0), 0)
+
+
+def _dealt(
+    attend: Attend,
+    layout: Layout,
+    hands: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    mixing: HeadMixing | None,
+    integers: dict[str, Array],
+) -> Array:
+    """Causal self-attention of gathered keys, with the same work on every device and about half of the full square.
+
+    Were every device to keep its own queries, the last one would need all keys and the first one hardly any; as all
+    run one program, all would compute the whole square. So every range of the sequence, one hand of one device, is
+    dealt out to all devices in order, and each of them attends with its piece to the keys up to the range's end.
+    """
+    shards, ranges = layout.shards, hands * layout.shards
+    rows, tokens = query.shape[:2]
+    piece, reach = tokens // ranges, tokens // hands
+
+    def deal(x: Array) -> Array:
+        """This device's pieces of all ranges in order: ``[B, ranges, piece, ...]``."""
+        x = x.reshape(rows, hands, shards, piece, *x.shape[2:])
+        return jax.lax.all_to_all(x, layout.sequence, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+
+    query = deal(query)
+    of_queries = {name: deal(x) for name, x in integers.items() if name.startswith("query")}
+    keys = {"key": key, "value": value, **{name: x for name, x in integers.items() if name.startswith("key")}}
+    outputs = []
+    # Each range's keys are cut from those of the next one: cut from all of them, each cut would be transposed into
+    # arrays of full length.
+    for i in reversed(range(ranges)):
+        keys = {name: x[:, : (i + 1) * reach] for name, x in keys.items()}
+        operands = (query[:, i], keys["key"], keys["value"], mixing)
+        for_keys = {name: x for name, x in keys.items() if name.startswith("key_")}
+        outputs.append(attend(*operands, **{name: x[:, i] for name, x in of_queries.items()}, **for_keys))
+    out = jnp.stack(outputs[::-1], axis=1)[:, :, None]
+    out = jax.lax.all_to_all(out, layout.sequence, split_axis=1, concat_axis=2, tiled=True)
+    return out.reshape(rows, tokens, *out.shape[4:])
 
 
 def _with_halo(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from iha_jax import compat
 from iha_jax.nn import dot_product
 from tests import oracle
 
@@ -105,3 +106,21 @@ def test_ambiguous_lengths_are_refused():
         dot_product.dot_product_attention(q[:, :4], k, v, causal=True)
     with pytest.raises(ValueError, match="segment_ids"):
         dot_product.dot_product_attention(q[:, :4], k, v, causal=False, query_segment_ids=jnp.ones((B, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mesh", [{"context": 4, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+def test_on_a_mesh_equals_one_device(mesh, window):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 32, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    ids = np.sort(rng.integers(0, 3, (2, 32)), axis=1).astype(np.int32)
+
+    def loss(query, key, value):
+        out = dot_product.dot_product_attention(query, key, value, causal=True, window=window, query_segment_ids=ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    expected = run(query, key, value)
+    with jax.set_mesh(compat.make_mesh(tuple(mesh.values()), tuple(mesh))):
+        found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=2e-6, rtol=1e-5)

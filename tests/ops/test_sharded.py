@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from iha_jax import HeadMixing, Rope, compat, interleaved_head_attention
 from iha_jax.ops.sharded import attend_sharded, layout_of
 from iha_jax.sharding import Rules, use_rules
+from tests.jaxpr_flops import matmul_flops
 from tests.ops.cases import QUICK
 
 ALL = {"data": 2, "context": 2, "tensor": 2}
@@ -33,6 +34,10 @@ def operands(batch, tokens, heads, kv_heads, pseudo, across_heads, layout):
         gaps = np.cumsum(rng.integers(1, 4, (batch, tokens)), axis=1)
         starts = np.stack([[gaps[b][ids[b] == i].min() for i in ids[b]] for b in range(batch)])
         integers["query_positions"] = (gaps - starts + 7).astype(np.int32)
+    if layout == "crossed":  # each half of the queries looks at the other half of the keys
+        ids = np.broadcast_to(np.repeat(np.int32([1, 2]), tokens // 2), (batch, tokens))
+        integers = {"query_segment_ids": ids, "key_segment_ids": ids[:, ::-1]}
+        integers["query_positions"] = np.broadcast_to(np.tile(np.arange(tokens // 2), 2), (batch, tokens)).astype("i4")
     if layout == "key_padding":
         integers["key_segment_ids"] = (rng.random((batch, tokens)) < 0.7).astype(np.int32)
     return query, key, value, mixing, integers, cotangent
@@ -59,6 +64,9 @@ def value_and_gradients(options):
         ({"data": 2, "tensor": 4}, True, (8, 2, 2), "positions", {"window": 7}),  # K < devices
         ({"data": 1, "fsdp": 8}, True, (3, 1, 20), "plain", {"window": 4}),
         (ALL, True, (4, 2, 2), "packed", {"window": 7, "implementation": "pallas"}),
+        ({"context": 8}, False, (3, 1, 2), "positions", {"causal": "token"}),  # 5 tokens a device: queries stay put
+        ({"context": 4, "tensor": 2}, True, (4, 2, 2), "crossed", {"window": 3}),
+        ({"context": 4, "tensor": 2}, False, (4, 4, 2), "crossed", {}),
         pytest.param(
             *({"context": 4, "tensor": 2}, True, (4, 2, 2), "plain", {"implementation": "pallas", "across": True}),
             marks=pytest.mark.slow,
@@ -121,6 +129,18 @@ def collectives(mesh, options, heads=(4, 4, 3), across=False, gradients=False):
         sizes = [np.prod([int(n) for n in s.split(",") if n]) for s in re.findall(r"\w\[([\d,]*)\]", shapes)]
         found.append((kind, int(sum(sizes))))
     return found
+
+
+def test_causal_global_layers_compute_about_half_of_the_square_on_every_device():
+    """Counted in the program that every device runs."""
+
+    def flops(causal):
+        *arrays, _, _ = operands(2, 1024, 4, 4, 3, False, "plain")
+        with jax.set_mesh(compat.make_mesh((4,), ("context",))):
+            attend = functools.partial(interleaved_head_attention, causal=causal, implementation="blockwise")
+            return matmul_flops(attend, *arrays)
+
+    assert flops("virtual") < 0.7 * flops(None)
 
 
 def test_heads_cross_the_mesh_as_base_heads():

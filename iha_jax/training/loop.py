@@ -154,7 +154,7 @@ class Trainer:
             f"{config.name}: {self.num_parameters:,} parameters{where}, compiled in {time.perf_counter() - begun:.0f} s"
         )
         self._eval_rows = config.evaluation.batch_size or config.micro_batch_size
-        self._eval_step = None
+        self._evaluation = None
 
     # 3. Steps.
 
@@ -240,12 +240,15 @@ class Trainer:
         config, step = self.config, self._done
         if step == 0 or step == config.steps:
             return  # the last evaluation and checkpoint are finish's
+        evaluate = step % config.evaluation.every == 0 and self._progress["evaluated"] < step
+        save = step % config.checkpoint.every == 0
+        if not (evaluate or save):
+            return
+        self._flush()  # which may begin another window
         paused = time.perf_counter()
-        if step % config.evaluation.every == 0 and self._progress["evaluated"] < step:
-            self._flush()
+        if evaluate:
             self._evaluate(config.evaluation.rows)
-        if step % config.checkpoint.every == 0:
-            self._flush()
+        if save:
             self._save()
         self._window_begun = getattr(self, "_window_begun", paused) + time.perf_counter() - paused
 
@@ -257,20 +260,20 @@ class Trainer:
         first = next(batches, None)
         if first is None:
             return {}
-        if self._eval_step is None:
+        if self._evaluation is None:
             with self.placement.active():
-                lowered = jax.jit(make_eval_step(self._functions)).lower(self.state.params, self.placement.batch(first))
-            self._eval_step = self._stop.run(lowered.compile)
+                step = jax.jit(make_eval_step(self._functions)).lower(self.state.params, self.placement.batch(first))
+                mixing = jax.jit(mixing_statistics, out_shardings=self.placement.whole).lower(self.state.params)
+            self._evaluation = self._stop.run(step.compile), self._stop.run(mixing.compile)
+        eval_step, statistics = self._evaluation
         found = evaluate(
-            self._eval_step,
+            eval_step,
             self.state.params,
             map(self.placement.batch, itertools.chain([first], batches)),
             self._bytes_per_target,
             self._stop.check,
         )
-        with self.placement.active():
-            statistics = jax.jit(mixing_statistics)(self.state.params)
-        mixing = {name: value.item() for name, value in jax.device_get(statistics).items()}
+        mixing = {name: value.item() for name, value in jax.device_get(statistics(self.state.params)).items()}
         self._writer.write(self._done, {**{f"held_out/{k}": v for k, v in found.items()}, **mixing})
         self._progress["evaluated"] = self._done
         self._last_loss = (self._done, found["loss"])

@@ -190,8 +190,12 @@ class _Connected(Processes):
                 text = json.loads(self._client.blocking_key_value_get(self._key(topic, self.index), _FOREVER_MS))
             except Exception:
                 return  # the service is gone, and JAX ends the process over it
-            if text is not None:
+            if text is None:
+                return
+            try:
                 heard(text)
+            except Exception as error:
+                self.abandon(error)  # the others may be waiting for an answer
 
         self._start(wait)
 

@@ -9,6 +9,7 @@ order: every `StopSignals.check`, and within every `StopSignals.run`. A signal i
 with the first point at which it can still stop, holds there, and all stop at the last of these.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -87,7 +88,8 @@ class StopSignals:
     def run(self, call: Callable[[], T]) -> T:
         """The result of a long native call, or ``StopRequested`` as soon as a signal comes.
 
-        The call can't be broken off: it is left running, and ``finish`` then ends the process without it.
+        The call can't be broken off: it is left running, and ``finish`` then ends the process without it. Returns when
+        the calls of all processes have: what was compiled may talk across them, and does not wait long for an answer.
         """
         self.check()
         outcome: list[tuple[bool, object]] = []
@@ -95,6 +97,7 @@ class StopSignals:
         def work() -> None:
             try:
                 result = (True, call())
+                self._processes.share("run", None)
             except BaseException as error:
                 result = (False, error)
             with self._changed:
@@ -152,7 +155,8 @@ class StopSignals:
             self._first_possible = self._point if self._running else self._point + 1
         if self._processes.first or process == str(self._processes.index):
             by = f" by process {process}" if process else ""
-            self._notify(f"{name} received{by}: saving, then exiting")
+            with contextlib.suppress(OSError):  # nobody reads any more
+                self._notify(f"{name} received{by}: saving, then exiting")
         last = max(self._processes.share("stop", self._first_possible))
         with self._changed:
             self._last = last

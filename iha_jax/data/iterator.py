@@ -43,4 +43,3 @@ class BatchIterator:
     def close(self) -> None:
         """Ends the reading thread."""
         self._iterator.close()
-

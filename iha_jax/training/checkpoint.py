@@ -51,9 +51,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a run: the newest ``keep``, and the ``keep_best`` with the lowest held-out loss."""
 
-    def __init__(
-        self, directory: str | os.PathLike[str], config: CheckpointConfig, processes: Processes | None = None
-    ):
+    def __init__(self, directory: str | os.PathLike[str], config: CheckpointConfig, processes: Processes | None = None):
         self._processes = processes or Processes()
         self._directory = pathlib.Path(directory).absolute()
         policies = ocp.checkpoint_managers

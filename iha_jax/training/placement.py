@@ -149,7 +149,9 @@ class Placement:
         """
         if self.mesh is None:
             return dict(rows)
-        return {name: self._put(name, array, array.shape[-2] if count is None else count) for name, array in rows.items()}
+        return {
+            name: self._put(name, array, array.shape[-2] if count is None else count) for name, array in rows.items()
+        }
 
     def batch_shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """What `batch` makes of an array, for compiling ahead of time."""

@@ -111,7 +111,7 @@ def _given(config: DistributedConfig) -> dict[str, Any] | None:
     if missing:
         raise ValueError(
             f"distributed.{' and distributed.'.join(missing)} must be given, too: coordinator, processes and process "
-            f"belong together, got {({k: v for k, v in values.items() if v is not None})}"
+            f"belong together, got { ({k: v for k, v in values.items() if v is not None}) }"
         )
     checked = dataclasses.replace(config, **values)
     address = str(checked.coordinator)

@@ -1,5 +1,6 @@
 """Train a language model: ``python train.py configs/tiny.py``; ``--help`` after the config lists its values."""
 
+import contextlib
 import logging
 import sys
 
@@ -7,6 +8,7 @@ from iha_jax.training.checkpoint import one_error_per_failed_save
 from iha_jax.training.cli import parse
 from iha_jax.training.lock import RunLock
 from iha_jax.training.loop import Trainer
+from iha_jax.training.processes import Processes, connected
 from iha_jax.training.signals import StopRequested, StopSignals
 
 
@@ -16,9 +18,12 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] (a log file is followed)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     one_error_per_failed_save()
+    processes = Processes()
     try:
-        with StopSignals() as stop, RunLock(config.run_directory):
-            trainer = Trainer(config, stop)
+        processes = connected(config.distributed)
+        lock = RunLock(config.run_directory) if processes.first else contextlib.nullcontext()
+        with StopSignals(processes=processes) as stop, lock:
+            trainer = Trainer(config, stop, processes=processes)
             try:
                 trainer.resume()
                 trainer.compile()
@@ -26,10 +31,15 @@ def main() -> None:
                 trainer.finish()
             except StopRequested:
                 pass  # the trainer has saved
+            except Exception as error:
+                processes.abandon(error)  # at once: closing would wait for the others
+                raise
             finally:
                 trainer.close()
-            stop.finish()
+        processes.close()
+        stop.finish()
     except (ValueError, OSError, RuntimeError, ImportError) as error:
+        processes.abandon(error)
         sys.exit(f"error: {error}")
 
 

@@ -2,7 +2,7 @@
 
 from iha_jax.data.bigram import Bigram
 from iha_jax.data.config import DataConfig, SourceConfig
-from iha_jax.data.pipeline import DataPipeline, Slice
+from iha_jax.data.pipeline import DataPipeline
 from iha_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "ByteTokenizer",
     "DataConfig",
     "DataPipeline",
-    "Slice",
     "SourceConfig",
     "Tokenizer",
     "load_tokenizer",

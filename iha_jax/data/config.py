@@ -51,7 +51,8 @@ class DataConfig:
       held_out_fraction: share of the documents, chosen by a hash of their text, that is never trained on.
       shuffle: visit documents (or packed rows) in a new order each epoch; off, in their stored order.
       seed: of the shuffle.
-      streams: documents of a source read side by side, each giving every streams-th row.
+      streams: lanes that documents are dealt to and packed in; row g of the run is of lane g % streams. With many
+        processes, a multiple of batch_size / micro_batches lets each document be read by one of them only.
       prefetch: batches made ahead in a thread of their own.
     """
 

@@ -1,4 +1,4 @@
-"""From configuration to batches: deterministic, sliced by process, and checkpointable.
+"""From configuration to batches: deterministic, the same whatever the number of processes, and checkpointable.
 
 A batch is a dict of arrays [rows, T]: ``inputs``, ``targets``, ``segment_ids``, ``positions`` (int32) and
 ``weights`` (float32, 0 where nothing is to be predicted).
@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -18,6 +18,7 @@ from iha_jax.data.bigram import Bigram
 from iha_jax.data.config import DataConfig, SourceConfig
 from iha_jax.data.documents import Documents
 from iha_jax.data.iterator import BatchIterator
+from iha_jax.data.lanes import IndexedLane, IteratedLane, Lane, LaneBatches
 from iha_jax.data.packing import Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
 from iha_jax.data.rows import Manifest
 from iha_jax.data.sources import open_documents
@@ -28,24 +29,6 @@ _LOG = logging.getLogger(__name__)
 _SAMPLE_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """The part of the data that one process reads.
-
-    Attributes:
-      index: of this process.
-      count: of all processes.
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self):
-        """Checks the range."""
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"process index must be in [0, {self.count}), got {self.index}")
-
-
 class DataPipeline:
     """The training and held-out batches of one configuration.
 
@@ -54,9 +37,8 @@ class DataPipeline:
       tokenizer: the loaded tokenizer.
     """
 
-    def __init__(self, config: DataConfig, process: Slice | None = None):
+    def __init__(self, config: DataConfig):
         self.config = config
-        self.process = process or Slice()
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
         self._documents: dict[SourceConfig, Documents] = {}
         self._manifests: dict[SourceConfig, Manifest] = {}
@@ -74,14 +56,23 @@ class DataPipeline:
             total.update(documents.skipped)
         return dict(total)
 
-    def training_batches(self, rows: int) -> BatchIterator:
+    def training_batches(self, rows: int, own: Sequence[int] | None = None) -> BatchIterator:
         """An endless iterator of training batches of ``rows`` rows, with ``get_state``/``set_state``.
 
         Close it when done: it has a thread.
+
+        Args:
+          rows: of a batch, over all processes.
+          own: the rows of each batch, numbers in [0, rows), that are wanted here; None, all.
         """
-        datasets = [self._source_rows(source, held_out=False) for source in self.config.sources]
-        mixed = _mix(datasets, [source.weight for source in self.config.sources])
-        batches = mixed.map(_with_weights).batch(rows, drop_remainder=True)
+        sources = self.config.sources
+        batches: grain.IterDataset = LaneBatches(
+            lambda source, lane: self._lane(sources[source], lane),
+            [source.weight for source in sources],
+            self.config.streams,
+            rows,
+            range(rows) if own is None else own,
+        ).map(_with_weights)
         if self.config.prefetch:
             batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self.config.prefetch)
         return BatchIterator(batches)
@@ -137,7 +128,7 @@ class DataPipeline:
     def _held_out_rows(self, limit: int | None) -> Iterator[Row]:
         count = 0
         for source in self.config.sources:
-            iterator = iter(self._source_rows(source, held_out=True).map(_with_weights))
+            iterator = iter(self._held_out_dataset(source).map(_with_weights))
             try:
                 for row in iterator:
                     if limit is not None and count >= limit:
@@ -147,32 +138,32 @@ class DataPipeline:
             finally:
                 iterator.close()
 
-    def _source_rows(self, source: SourceConfig, held_out: bool) -> grain.IterDataset:
-        """Rows of one split of one source: endless and shuffled for training, once and in order held out."""
+    def _lane(self, source: SourceConfig, lane: int) -> Lane:
+        """Every streams-th document (or packed row) of a source's training split, endless and shuffled."""
         config = self.config
+        packed = source.kind == "packed"
+        data = self._packed(source, held_out=False) if packed else grain.MapDataset.source(self._documents[source])
+        # A seed of its own for every source, so that adding one leaves the others' order alone.
+        data = data.seed(config.seed + zlib.crc32(repr(dataclasses.replace(source, weight=1.0)).encode()))
+        data = (data.shuffle() if config.shuffle else data).repeat()[lane :: config.streams]
+        if packed:
+            return IndexedLane(data)
+        # Lanes are packed apart: otherwise a long document would fill whole batches, and the rows of a batch would all
+        # be alike.
+        return IteratedLane(self._packed_online(data, held_out=False))
+
+    def _held_out_dataset(self, source: SourceConfig) -> grain.IterDataset:
+        """Rows of the held-out split of one source, once and in order."""
         if source.kind == "packed":
-            data = self._packed(source, held_out)
-        else:
-            split = SplitPairs(self.tokenizer, config.held_out_fraction, held_out)
-            data = grain.MapDataset.source(self._documents[source])
-        if not held_out:
-            # A seed of its own for every source, so that adding one leaves the others' order alone.
-            data = data.seed(config.seed + zlib.crc32(repr(dataclasses.replace(source, weight=1.0)).encode()))
-            data = (data.shuffle() if config.shuffle else data).repeat()
-        data = data[self.process.index :: self.process.count]
-        if source.kind == "packed":
-            return data.to_iter_dataset()
-        data = data.map(split)
-        # Several streams of documents, packed apart and dealt out in turn: otherwise a long document would fill
-        # whole batches, and the rows of a batch would all be alike.
-        streams = 1 if held_out else config.streams
+            return self._packed(source, held_out=True).to_iter_dataset()
+        return self._packed_online(grain.MapDataset.source(self._documents[source]), held_out=True)
+
+    def _packed_online(self, documents: grain.MapDataset, held_out: bool) -> grain.IterDataset:
+        config = self.config
+        pairs = documents.map(SplitPairs(self.tokenizer, config.held_out_fraction, held_out))
         # One reader each: cheap to open, and the order of skips is the order of documents.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        rows = [
-            packed_rows(data[i::streams].to_iter_dataset(options), config.sequence_length, config.packing)
-            for i in range(streams)
-        ]
-        return _mix(rows, [1.0] * streams)
+        return packed_rows(pairs.to_iter_dataset(options), config.sequence_length, config.packing)
 
     def _packed(self, source: SourceConfig, held_out: bool) -> grain.MapDataset:
         manifest = self._manifests[source]
@@ -204,13 +195,6 @@ class DataPipeline:
         return bytes_per_target(self._documents[source], self.tokenizer, fraction, True, _SAMPLE_BYTES)
 
 
-def _mix(datasets: list[grain.IterDataset], weights: list[float]) -> grain.IterDataset:
-    if len(datasets) == 1:
-        return datasets[0]
-    total = sum(weights)
-    return grain.IterDataset.mix(datasets, [w / total for w in weights])
-
-
 def _with_weights(row: Row) -> Row:
     weights = (row["segment_ids"] > 0).astype(np.float32)
     return {**row, "weights": weights * row["weights"] if "weights" in row else weights}
@@ -220,4 +204,4 @@ def _stack(rows: list[Row]) -> Row:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-__all__ = ["DataPipeline", "Slice", "document_pairs"]
+__all__ = ["DataPipeline", "document_pairs"]

@@ -1,12 +1,14 @@
 """Checkpoints: the one file that knows Orbax.
 
 A checkpoint is a directory ``checkpoints/<step>`` with the items ``params``, ``optimizer``, ``counters``
-(step, updates, non-finite counts), ``rng``, ``data`` (the Grain iterator, one file a process) and
-``progress`` (JSON). It appears under its name only once complete.
+(step, updates, non-finite counts), ``rng``, ``data`` (the position in the data, one file a process) and
+``progress`` (JSON). It appears under its name only once complete. All processes save and restore together; how many
+they are, and on what mesh, may change in between.
 """
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pathlib
@@ -22,11 +24,11 @@ import numpy as np
 with warnings.catch_warnings():
     # Orbax warns about its own deprecations on import.
     warnings.simplefilter("ignore")
-    import grain
     import orbax.checkpoint as ocp
 
 from iha_jax.data.iterator import BatchIterator
 from iha_jax.training.config import CheckpointConfig
+from iha_jax.training.processes import Processes
 from iha_jax.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a run: the newest ``keep``, and the ``keep_best`` with the lowest held-out loss."""
 
-    def __init__(self, directory: str | os.PathLike[str], config: CheckpointConfig):
+    def __init__(self, directory: str | os.PathLike[str], config: CheckpointConfig, processes: Processes | None = None):
+        self._processes = processes or Processes()
         self._directory = pathlib.Path(directory).absolute()
         policies = ocp.checkpoint_managers
         kept: list[Any] = [policies.LatestN(config.keep)]
@@ -64,7 +67,7 @@ class Checkpoints:
             )
         # Named here, an item's description can be read before anything is restored.
         handlers: dict[str, Any] = {
-            "data": grain.checkpoint.CheckpointHandler(),
+            "data": _PositionHandler(),
             "progress": ocp.JsonCheckpointHandler(),
         }
         handlers |= {name: ocp.StandardCheckpointHandler() for name in ("params", "optimizer", "counters", "rng")}
@@ -80,7 +83,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        return sorted(self._manager.all_steps())
+        # What the first process sees: a directory on a network may look older elsewhere.
+        return self._processes.share("steps", sorted(self._manager.all_steps()))[0]
 
     def save(self, state: TrainState, iterator: BatchIterator, progress: dict[str, Any], loss: float | None) -> None:
         """Saves; asynchronously, the arrays are copied before this returns and written afterwards.
@@ -102,7 +106,7 @@ class Checkpoints:
                     optimizer=ocp.args.StandardSave(state.optimizer),
                     counters=ocp.args.StandardSave({name: getattr(state, name) for name in _COUNTERS}),
                     rng=ocp.args.StandardSave({"key": jax.random.key_data(state.key)}),
-                    data=grain.checkpoint.CheckpointSave(iterator),
+                    data=_PositionSave(iterator.get_state()),
                     progress=ocp.args.JsonSave(progress),
                 ),
                 metrics=None if loss is None or not np.isfinite(loss) else {"held_out_loss": float(loss)},
@@ -129,22 +133,24 @@ class Checkpoints:
 
         Raises:
           RuntimeError: there are checkpoints, but none can be read.
-          ValueError: the newest is of another model or optimizer.
+          ValueError: the newest is of another model, optimizer or division of the data.
         """
         steps = self.steps()
         for step in reversed(steps):
             self._check_structure(step, target)
+            restored, positions, trouble = None, [], None
             try:
-                return self._restore_step(step, target, iterator)
+                restored, positions = self._restore_step(step, target, iterator is not None)
             except Exception as error:
-                reason = (str(error).splitlines() or [""])[0][:200]
-                _LOG.warning(
-                    "checkpoint %d can't be read (%s: %s): skipped, trying the one before",
-                    step,
-                    type(error).__name__,
-                    reason,
-                )
-                self._set_aside(step)
+                trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            troubles = [found for found in self._processes.share("restore", trouble) if found is not None]
+            if restored is not None and not troubles:
+                if iterator is not None:
+                    iterator.set_state(*positions)
+                return restored
+            if self._processes.first:
+                _LOG.warning("checkpoint %d can't be read (%s): skipped, trying the one before", step, troubles[0])
+            self._set_aside(step)
         if steps:
             raise RuntimeError(
                 f"none of the checkpoints {steps} in {self._directory} can be read; they are kept as damaged-<step>. "
@@ -173,7 +179,7 @@ class Checkpoints:
                 f"they were ({type(error).__name__}: {reason})"
             ) from error
 
-    def _restore_step(self, step: int, target: TrainState, iterator: BatchIterator | None) -> Restored:
+    def _restore_step(self, step: int, target: TrainState, positions: bool) -> tuple[Restored, list[bytes]]:
         def abstract(tree: Any) -> Any:
             return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
 
@@ -184,8 +190,8 @@ class Checkpoints:
             "rng": ocp.args.StandardRestore(abstract({"key": jax.random.key_data(target.key)})),
             "progress": ocp.args.JsonRestore(),
         }
-        if iterator is not None:
-            items["data"] = grain.checkpoint.CheckpointRestore(iterator)
+        if positions:
+            items["data"] = _PositionRestore()
         found = self._manager.restore(step, args=ocp.args.Composite(**items))
         state = dataclasses.replace(
             target,
@@ -194,7 +200,7 @@ class Checkpoints:
             key=jax.random.wrap_key_data(found["rng"]["key"]),
             **found["counters"],
         )
-        return Restored(state, found["progress"])
+        return Restored(state, found["progress"]), found["data"] if positions else []
 
     def _check_structure(self, step: int, target: TrainState) -> None:
         """Refuses another model's checkpoint; says nothing about one whose description can't be read."""
@@ -219,11 +225,44 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> None:
         source = self._directory / str(step)
-        if jax.process_index() == 0 and source.is_dir():
+        if self._processes.first and source.is_dir():
             target = self._directory.parent / f"damaged-{step}"
             shutil.rmtree(target, ignore_errors=True)
             shutil.move(source, target)
+        self._processes.share("set aside", step)  # before the others look again
         self._manager.reload()
+
+
+class _PositionHandler(ocp.CheckpointHandler):
+    """Positions in the data: each process writes a file of its own, and each reads all there are."""
+
+    def save(self, directory: Any, *_: Any, args: "_PositionSave") -> None:
+        """Writes this process's."""
+        (directory / f"process_{jax.process_index()}-of-{jax.process_count()}.json").write_bytes(args.state)
+
+    def restore(self, directory: Any, *_: Any, args: Any = None) -> list[bytes]:
+        """Reads those of all processes there were; a missing one is an error."""
+        files = {path.name: path for path in directory.glob("process_*.json")}
+        count = len(files)
+        states = [files[f"process_{i}-of-{count}.json"].read_bytes() for i in range(count)]
+        for state in states:
+            json.loads(state)
+        return states
+
+    def metadata(self, directory: Any) -> None:
+        """There is none."""
+
+
+@ocp.args.register_with_handler(_PositionHandler, for_save=True)
+@dataclasses.dataclass
+class _PositionSave(ocp.args.CheckpointArgs):
+    state: bytes
+
+
+@ocp.args.register_with_handler(_PositionHandler, for_restore=True)
+@dataclasses.dataclass
+class _PositionRestore(ocp.args.CheckpointArgs):
+    """Nothing need be said."""
 
 
 def one_error_per_failed_save() -> None:

@@ -201,6 +201,40 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The processes of a run. On TPU pods, GKE, Slurm and Open MPI all of it is found out; elsewhere it is given.
+
+    It belongs to a start, not to the run: it isn't kept in the run's ``config.json``.
+
+    Attributes:
+      mode: "auto" runs as many processes as are given below, in the environment, or by the cluster; "never" runs alone.
+      coordinator: host and port at which process 0 can be reached, "10.0.0.2:8476"; None, JAX_COORDINATOR_ADDRESS.
+      processes: how many there are; None, JAX_NUM_PROCESSES.
+      process: number of this one, from 0; None, JAX_PROCESS_ID.
+      start_timeout: seconds to wait for all of them to start.
+      heartbeat_timeout: seconds of silence after which a process counts as dead and the others stop.
+    """
+
+    mode: Literal["auto", "never"] = "auto"
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    start_timeout: int = 300
+    heartbeat_timeout: int = 100
+
+    def __post_init__(self):
+        """Checks ranges."""
+        for name, least in (("processes", 1), ("process", 0), ("start_timeout", 1), ("heartbeat_timeout", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"distributed.{name} must be at least {least}, got {value}")
+        if self.processes is not None and self.process is not None and self.process >= self.processes:
+            raise ValueError(
+                f"distributed.process must be below distributed.processes, got {self.process} and {self.processes}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """A training run.
 
@@ -217,6 +251,7 @@ class TrainConfig:
         before the run aborts.
       model: the model.
       mesh: how the devices at hand are arranged.
+      distributed: the processes.
       data: the data.
       optimizer: the optimizer.
       checkpoint: checkpoints.
@@ -236,6 +271,7 @@ class TrainConfig:
     z_loss: float = 0.0
     max_nonfinite: int = 5
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     data: DataConfig = DataConfig()  # noqa: RUF009 (frozen)
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

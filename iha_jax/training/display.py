@@ -19,12 +19,20 @@ class Display:
       console: where everything is printed.
     """
 
-    def __init__(self, total_steps: int, *, bar: bool = True, line_every: int = 10, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        bar: bool = True,
+        line_every: int = 10,
+        quiet: bool = False,
+        console: Console | None = None,
+    ):
+        self.console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._total, self._line_every = total_steps, line_every
         self._progress: Progress | None = None
         self._task: Any = None
-        if bar and self.console.is_terminal:
+        if bar and self.console.is_terminal and not quiet:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),

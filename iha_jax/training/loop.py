@@ -15,7 +15,7 @@ from flax import nnx
 from iha_jax.data import DataPipeline
 from iha_jax.models import Transformer
 from iha_jax.training.checkpoint import Checkpoints
-from iha_jax.training.config import TrainConfig
+from iha_jax.training.config import DistributedConfig, TrainConfig
 from iha_jax.training.display import Display, status_line
 from iha_jax.training.evaluate import evaluate
 from iha_jax.training.flops import account
@@ -24,14 +24,15 @@ from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoa
 from iha_jax.training.mixing_statistics import mixing_statistics
 from iha_jax.training.optimizer import make_optimizer
 from iha_jax.training.placement import Placement
+from iha_jax.training.processes import Processes
 from iha_jax.training.sample import make_sampler, prompt_ids, until_end
 from iha_jax.training.serialization import differences, from_json, to_json, to_plain
 from iha_jax.training.signals import StopRequested, StopSignals
-from iha_jax.training.state import ModelFunctions, TrainState, initial_state
+from iha_jax.training.state import ModelFunctions, Params, TrainState, initial_state
 from iha_jax.training.step import make_eval_step, make_train_step, split_micro_batches
 
 # What may change between a run and its continuation without a word.
-_FREE_TO_CHANGE = ("directory", "resume", "log.", "checkpoint.", "sample.", "evaluation.")
+_FREE_TO_CHANGE = ("directory", "resume", "log.", "checkpoint.", "sample.", "evaluation.", "distributed.")
 
 
 class NonFiniteError(RuntimeError):
@@ -41,7 +42,7 @@ class NonFiniteError(RuntimeError):
 class Trainer:
     """A run: ``resume``, ``compile``, ``train``, ``finish``, in this order.
 
-    The caller holds the run's lock and listens for signals.
+    The caller holds the run's lock and listens for signals. With several processes, all of them call the same methods.
 
     Attributes:
       config: of the run.
@@ -49,11 +50,20 @@ class Trainer:
       placement: the devices it lives on.
     """
 
-    def __init__(self, config: TrainConfig, stop: StopSignals, display: Display | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        stop: StopSignals,
+        display: Display | None = None,
+        processes: Processes | None = None,
+    ):
         # What "auto" means is settled once and kept with the run.
         self.config = config = dataclasses.replace(config, model=config.model.resolve())
         self._stop = stop
-        self.display = display or Display(config.steps, bar=config.log.progress, line_every=config.log.every)
+        self._processes = processes or Processes()
+        self.display = display or Display(
+            config.steps, bar=config.log.progress, line_every=config.log.every, quiet=not self._processes.first
+        )
         self._started = time.perf_counter()
         self._pipeline = DataPipeline(config.data)
         if self._pipeline.tokenizer.vocab_size > config.model.vocab_size:
@@ -75,11 +85,14 @@ class Trainer:
         self.num_parameters = sum(math.prod(p.shape) for p in self.state.params.values())
         self.account = account(config.model, config.micro_batch_size, config.data.sequence_length)
         self._bytes_per_target = self._pipeline.bytes_per_target()
-        self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint)
-        self._iterator = self._pipeline.training_batches(config.batch_size)
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint, self._processes)
+        here = self.placement.rows_here(config.micro_batch_size)
+        self._iterator = self._pipeline.training_batches(
+            config.batch_size, [i * config.micro_batch_size + row for i in range(config.micro_batches) for row in here]
+        )
         self._done = 0  # steps completed: the host's copy of state.step
         self._progress: dict[str, Any] = {"evaluated": 0, "data_crc": 0, "tokens": 0.0}
-        self._pending: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._losses: list[float] = []
         self._last_loss: tuple[int, float] | None = None
         self._tokens_per_second = 0.0
@@ -108,13 +121,15 @@ class Trainer:
                 self.state, self._progress = restored.state, restored.progress
                 self._done = int(self.state.step)
                 self.display.message(f"resuming {directory} at step {self._done}")
-        temporary = directory / "config.json.tmp"
-        temporary.write_text(to_json(config))
-        temporary.replace(directory / "config.json")
-        writers: list[MetricsWriter] = [JsonLines(directory / "metrics.jsonl", self._done)]
-        self._losses = [m["loss"] for m in read_json_lines(directory / "metrics.jsonl") if "loss" in m]
-        if config.log.tensorboard:
-            writers.append(TensorBoard(directory / "tensorboard", self._done))
+        writers: list[MetricsWriter] = []
+        if self._processes.first:
+            temporary = directory / "config.json.tmp"
+            temporary.write_text(to_json(dataclasses.replace(config, distributed=DistributedConfig())))
+            temporary.replace(directory / "config.json")
+            writers.append(JsonLines(directory / "metrics.jsonl", self._done))
+            self._losses = [m["loss"] for m in read_json_lines(directory / "metrics.jsonl") if "loss" in m]
+            if config.log.tensorboard:
+                writers.append(TensorBoard(directory / "tensorboard", self._done))
         self._writer = Fanout(writers)
 
     # 2. Programs.
@@ -139,7 +154,7 @@ class Trainer:
             f"{config.name}: {self.num_parameters:,} parameters{where}, compiled in {time.perf_counter() - begun:.0f} s"
         )
         self._eval_rows = config.evaluation.batch_size or config.micro_batch_size
-        self._eval_step = None
+        self._evaluation = None
 
     # 3. Steps.
 
@@ -170,24 +185,24 @@ class Trainer:
         begun = time.perf_counter()
         batch = next(self._iterator)
         self._window_wait += time.perf_counter() - begun
-        self._progress["data_crc"] = zlib.crc32(batch["inputs"].tobytes(), self._progress["data_crc"])
-        self.state, metrics = self._step(
-            self.state, self.placement.batch(split_micro_batches(batch, self.config.micro_batches))
-        )
+        batch = split_micro_batches(batch, self.config.micro_batches)
+        self.state, metrics = self._step(self.state, self.placement.batch(batch, self.config.micro_batch_size))
         self._done += 1
         self._window_steps += 1
         # Read a step's numbers only when the next is under way: the device never waits for the host.
         self._flush()
-        self._pending = (self._done, metrics, {"data_crc": self._progress["data_crc"]})
+        self._pending = (self._done, metrics)
 
     def _flush(self) -> None:
         """Reports the step before this one."""
         if self._pending is None:
             return
-        step, device_metrics, more = self._pending
+        step, device_metrics = self._pending
         self._pending = None
         values: dict[str, Any] = {k: v.item() for k, v in jax.device_get(device_metrics).items()}
         self._progress["tokens"] += values["tokens"]
+        seen = values.pop("data_checksum").to_bytes(4, "little")
+        self._progress["data_crc"] = zlib.crc32(seen, self._progress["data_crc"])
         if values["nonfinite"]:
             self.display.message(
                 f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, step left out "
@@ -213,7 +228,7 @@ class Trainer:
                 "tokens_per_second": self._tokens_per_second,
                 "data_wait": self._window_wait / seconds,
                 "tokens_total": self._progress["tokens"],
-                **more,
+                "data_crc": self._progress["data_crc"],
             }
             self._writer.write(step, values)
             self._losses.append(values["loss"])
@@ -225,12 +240,15 @@ class Trainer:
         config, step = self.config, self._done
         if step == 0 or step == config.steps:
             return  # the last evaluation and checkpoint are finish's
+        evaluate = step % config.evaluation.every == 0 and self._progress["evaluated"] < step
+        save = step % config.checkpoint.every == 0
+        if not (evaluate or save):
+            return
+        self._flush()  # which may begin another window
         paused = time.perf_counter()
-        if step % config.evaluation.every == 0 and self._progress["evaluated"] < step:
-            self._flush()
+        if evaluate:
             self._evaluate(config.evaluation.rows)
-        if step % config.checkpoint.every == 0:
-            self._flush()
+        if save:
             self._save()
         self._window_begun = getattr(self, "_window_begun", paused) + time.perf_counter() - paused
 
@@ -242,18 +260,20 @@ class Trainer:
         first = next(batches, None)
         if first is None:
             return {}
-        if self._eval_step is None:
+        if self._evaluation is None:
             with self.placement.active():
-                lowered = jax.jit(make_eval_step(self._functions)).lower(self.state.params, self.placement.batch(first))
-            self._eval_step = self._stop.run(lowered.compile)
+                step = jax.jit(make_eval_step(self._functions)).lower(self.state.params, self.placement.batch(first))
+                mixing = jax.jit(mixing_statistics, out_shardings=self.placement.whole).lower(self.state.params)
+            self._evaluation = self._stop.run(step.compile), self._stop.run(mixing.compile)
+        eval_step, statistics = self._evaluation
         found = evaluate(
-            self._eval_step,
+            eval_step,
             self.state.params,
             map(self.placement.batch, itertools.chain([first], batches)),
             self._bytes_per_target,
             self._stop.check,
         )
-        mixing = {name: value.item() for name, value in jax.device_get(mixing_statistics(self.state.params)).items()}
+        mixing = {name: value.item() for name, value in jax.device_get(statistics(self.state.params)).items()}
         self._writer.write(self._done, {**{f"held_out/{k}": v for k, v in found.items()}, **mixing})
         self._progress["evaluated"] = self._done
         self._last_loss = (self._done, found["loss"])
@@ -308,7 +328,7 @@ class Trainer:
             self._save()
             self._checkpoints.wait()
             results: dict[str, Any] = {"step": self._done, "parameters": self.num_parameters, **found}
-            if found and self._pipeline.tokenizer.vocab_size <= 2048:
+            if found and self._processes.first and self._pipeline.tokenizer.vocab_size <= 2048:
                 nats = self._pipeline.fit_bigram().nats_per_token(
                     self._pipeline.held_out_batches(self._eval_rows, config.evaluation.final_rows)
                 )
@@ -328,13 +348,15 @@ class Trainer:
 
     def _sample(self) -> None:
         options = self.config.sample
-        prompt = prompt_ids(self._pipeline.tokenizer, options.prompt)
-        sampler = jax.jit(make_sampler(self._functions, options.tokens, options.temperature))
-        key = jax.random.key(self.config.seed)
+        prompt = np.asarray(prompt_ids(self._pipeline.tokenizer, options.prompt))  # of no device: all processes have it
+        sampler = make_sampler(self._functions, options.tokens, options.temperature)
+
+        def sample(params: Params) -> jax.Array:
+            return sampler(params, prompt, jax.random.key(self.config.seed))
+
         with self.placement.active(batch=(), sequence=()):  # one row, some tokens: whole on every device
-            lowered = sampler.lower(self.state.params, prompt, key)
-        compiled = self._stop.run(lowered.compile)
-        ids = jax.device_get(compiled(self.state.params, prompt, key))
+            lowered = jax.jit(sample, out_shardings=self.placement.whole).lower(self.state.params)
+        ids = jax.device_get(self._stop.run(lowered.compile)(self.state.params))
         self.display.completion(options.prompt, until_end(self._pipeline.tokenizer, ids))
 
     def _summary(self, results: dict[str, Any]) -> None:

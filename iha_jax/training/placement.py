@@ -28,6 +28,11 @@ class Placement:
     def __init__(self, config: MeshConfig, rules: Rules = Rules()):
         self.rules = rules
         sizes = mesh_shape(config, jax.device_count())
+        if jax.process_count() > 1 and math.prod(sizes.values()) != jax.device_count():
+            raise ValueError(
+                f"the mesh takes {math.prod(sizes.values())} of the {jax.device_count()} devices of "
+                f"{jax.process_count()} processes: with several processes it must take all; one of the axes may be -1"
+            )
         self.mesh: Mesh | None = None
         if (count := math.prod(sizes.values())) > 1:
             # Auto axes: the optimizers are optax's and know of no layouts; the layers say theirs where it matters.
@@ -38,6 +43,11 @@ class Placement:
     def sizes(self) -> dict[str, int]:
         """Devices along every mesh axis; empty without a mesh."""
         return {} if self.mesh is None else dict(self.mesh.shape)
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Of an array that every device has whole; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     @contextlib.contextmanager
     def active(self, **changes: sharding.MeshAxes) -> Iterator[None]:
@@ -122,19 +132,43 @@ class Placement:
         with self.active():
             return jax.jit(make, out_shardings=shardings)()
 
-    def batch(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """A batch on its devices: arrays ``[…, B, T]`` whose last two axes are rows and tokens."""
+    def rows_here(self, count: int) -> tuple[int, ...]:
+        """Of ``count`` rows of a batch, those that this process's devices hold (tokens may be elsewhere)."""
+        if self.mesh is None:
+            return tuple(range(count))
+        shape = (count, self._parts("sequence"))
+        index = self._rows(shape, "a batch").addressable_devices_indices_map(shape)
+        return tuple(sorted({row for rows, _ in index.values() for row in range(count)[rows]}))
+
+    def batch(self, rows: Mapping[str, np.ndarray], count: int | None = None) -> dict[str, Any]:
+        """A batch on its devices: arrays ``[…, B, T]`` whose last two axes are rows and tokens.
+
+        Args:
+          rows: name → array, the same whole batch in every process, or this one's `rows_here` of it.
+          count: B over all processes; None, the arrays hold the whole batch.
+        """
         if self.mesh is None:
             return dict(rows)
-        return {name: self._put(name, array) for name, array in rows.items()}
+        return {
+            name: self._put(name, array, array.shape[-2] if count is None else count) for name, array in rows.items()
+        }
 
     def batch_shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """What `batch` makes of an array, for compiling ahead of time."""
         where = None if self.mesh is None else self._rows(shape, "a batch")
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    def _put(self, name: str, array: np.ndarray) -> Array:
-        return jax.make_array_from_callback(array.shape, self._rows(array.shape, name), lambda index: array[index])
+    def _put(self, name: str, array: np.ndarray, count: int) -> Array:
+        shape = (*array.shape[:-2], count, array.shape[-1])
+        here = range(count) if array.shape[-2] == count else self.rows_here(count)
+        places = {row: place for place, row in enumerate(here)}
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = range(count)[index[-2]]  # one device's rows lie side by side, here too
+            first = places[wanted[0]]
+            return array[..., first : first + len(wanted), index[-1]]
+
+        return jax.make_array_from_callback(shape, self._rows(shape, name), piece)
 
     def _rows(self, shape: tuple[int, ...], what: str) -> NamedSharding:
         return self.layout(shape, (None,) * (len(shape) - 2) + _ROWS, what)

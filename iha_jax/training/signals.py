@@ -3,14 +3,21 @@
 A Python signal handler runs between two bytecodes of the main thread, so it waits for a compilation to
 return. The C handler below it does not: it writes the signal's number to a file descriptor at once, and a
 thread of its own reads that. Long native calls run in another thread, and the main thread waits for either.
+
+Several processes must stop at the same place, for they save together. All of them pass the same *points* in the same
+order: every `StopSignals.check`, and within every `StopSignals.run`. A signal in any of them is told to all; each answers
+with the first point at which it can still stop, holds there, and all stop at the last of these.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from iha_jax.training.processes import Processes
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -26,12 +33,20 @@ class StopSignals:
     A third SIGINT exits at once without saving.
 
     Attributes:
-      received: name of the first signal, or None.
+      received: name of the first signal, here or in another process, or None.
     """
 
-    def __init__(self, notify: Callable[[str], None] = lambda text: print(text, flush=True)):
+    def __init__(
+        self,
+        notify: Callable[[str], None] = lambda text: print(text, flush=True),
+        processes: Processes | None = None,
+    ):
         self.received: str | None = None
         self._notify = notify
+        self._processes = processes or Processes()
+        self._point, self._running = 0, False  # the last point passed; whether it is one within `run`
+        self._first_possible: int | None = None  # this process's answer to a signal
+        self._last: int | None = None  # where all stop
         self._changed = threading.Condition()
         self._abandoned = False
         self._interrupts = 0
@@ -46,6 +61,7 @@ class StopSignals:
         self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
+        self._processes.watch("stop", self._agree)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,13 +81,15 @@ class StopSignals:
 
     def check(self) -> None:
         """Raises ``StopRequested`` if a signal came."""
-        if self.received is not None:
-            raise StopRequested(self.received)
+        with self._changed:
+            self._point += 1
+            self._stop_if_due()
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of a long native call, or ``StopRequested`` as soon as a signal comes.
 
-        The call can't be broken off: it is left running, and ``finish`` then ends the process without it.
+        The call can't be broken off: it is left running, and ``finish`` then ends the process without it. Returns when
+        the calls of all processes have: what was compiled may talk across them, and does not wait long for an answer.
         """
         self.check()
         outcome: list[tuple[bool, object]] = []
@@ -79,6 +97,7 @@ class StopSignals:
         def work() -> None:
             try:
                 result = (True, call())
+                self._processes.share("run", None)
             except BaseException as error:
                 result = (False, error)
             with self._changed:
@@ -86,12 +105,15 @@ class StopSignals:
                 self._changed.notify_all()
 
         thread = threading.Thread(target=work, name="native call", daemon=True)
-        thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: outcome or self.received is not None)
-            if not outcome:
-                self._abandoned = True
-                raise StopRequested(self.received)
+            self._point, self._running = self._point + 1, True
+            thread.start()
+            self._changed.wait_for(lambda: outcome or self._last is not None)
+            self._abandoned = not outcome and self._last == self._point
+            if not self._abandoned:
+                self._changed.wait_for(lambda: outcome)
+            self._running = False
+            self._stop_if_due()
         thread.join()
         succeeded, value = outcome[0]
         if not succeeded:
@@ -118,11 +140,32 @@ class StopSignals:
             if self._interrupts >= 3:
                 os.write(2, b"third SIGINT: exiting without saving\n")
                 os._exit(128 + number)
-            first = self.received is None
-            with self._changed:
-                self.received = self.received or name
-                self._changed.notify_all()
-            if first:
-                self._notify(f"{name} received: saving, then exiting")
-            else:
+            if self.received is not None:
                 self._notify(f"{name} received again: still saving")
+            elif self._processes.count == 1:
+                self._agree(name)
+            else:
+                self._processes.post("stop", f"{name} {self._processes.index}")
+
+    def _agree(self, text: str) -> None:
+        """Settles where all processes stop, after a signal in one of them: "SIGTERM 3"."""
+        name, _, process = text.partition(" ")
+        with self._changed:
+            self.received = name
+            self._first_possible = self._point if self._running else self._point + 1
+        if self._processes.first or process == str(self._processes.index):
+            by = f" by process {process}" if process else ""
+            with contextlib.suppress(OSError):  # nobody reads any more
+                self._notify(f"{name} received{by}: saving, then exiting")
+        last = max(self._processes.share("stop", self._first_possible))
+        with self._changed:
+            self._last = last
+            self._changed.notify_all()
+
+    def _stop_if_due(self) -> None:
+        """At a point, with ``_changed`` held: raises if all stop here; waits while that isn't settled."""
+        if self._first_possible is None or self._point < self._first_possible:
+            return
+        self._changed.wait_for(lambda: self._last is not None)
+        if self._point == self._last:
+            raise StopRequested(self.received)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.optimizer import norms_by_kind, schedule
@@ -89,6 +89,16 @@ def summed_gradient(
     return jax.lax.scan(add, zeros, (dict(batch), keys))[0]
 
 
+def checksum(tokens: Int[Array, "A B T"]) -> UInt32[Array, ""]:
+    """A number that changes with any token or its place in the batch, however batch and devices are divided."""
+    a, b, t = tokens.shape
+    place = jnp.arange(a * b * t, dtype=jnp.uint32).reshape(tokens.shape)
+    mixed = tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + place * jnp.uint32(0x85EBCA77)
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # two rounds of a multiplicative hash
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)
+
+
 def make_train_step(
     config: TrainConfig, functions: ModelFunctions, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -134,6 +144,7 @@ def make_train_step(
             "accuracy": sums["correct"] / weight,
             "z_loss": sums["z_loss"] / weight,
             "tokens": sums["weight"],
+            "data_checksum": checksum(batch["inputs"]),
             "learning_rate": rate(state.updates),
             "nonfinite": new_state.nonfinite,
             "nonfinite_total": new_state.nonfinite_total,

@@ -4,8 +4,11 @@ import chex
 import numpy as np
 import pytest
 
-from iha_jax.data import Bigram, ByteTokenizer, DataConfig, DataPipeline, Slice, SourceConfig
+from iha_jax.data import Bigram, ByteTokenizer, DataConfig, DataPipeline, SourceConfig
 from iha_jax.data.documents import is_held_out
+from iha_jax.data.lanes import deal_pattern, lanes_of
+from iha_jax.data.prepare import PrepareConfig, prepare
+from iha_jax.data.rows import Manifest
 
 
 @pytest.fixture
@@ -99,20 +102,122 @@ def test_a_mixture_has_the_weights_shares(folder):
     assert letters.sum() == 300
 
 
-def test_processes_read_different_documents_that_together_are_all(folder):
-    def documents(process):
-        config = _config(folder, shuffle=False, streams=1)
-        rows = np.concatenate([b["inputs"] for b in _take(DataPipeline(config, process), 1, 150)])
-        text = ByteTokenizer().decode(rows.reshape(-1))
-        paths = sorted((folder / "letters").iterdir())
-        training = [p.read_text() for p in paths if not is_held_out(p.read_text(), 0.2)]
-        return {t for t in training if t[:30] in text}, set(training)
+def _files(folder, sizes):
+    """Documents of other lengths, some of them longer than a row."""
+    rng = np.random.default_rng(1)
+    (folder / "uneven").mkdir()
+    for i, size in enumerate(sizes):
+        (folder / "uneven" / f"{i}.txt").write_text("".join(rng.choice(list("abcdefgh"), size)))
+    return SourceConfig("files", str(folder / "uneven"))
 
-    (first, training), (second, _) = documents(Slice(0, 2)), documents(Slice(1, 2))
-    assert first | second == training
-    assert not first & second
-    with pytest.raises(ValueError, match=r"\[0, 2\), got 2"):
-        Slice(2, 2)
+
+@pytest.fixture
+def packed(folder):
+    """Rows prepared beforehand from the digits."""
+    prepare(
+        PrepareConfig(
+            source=SourceConfig("files", str(folder / "digits")),
+            output=str(folder / "rows"),
+            sequence_length=32,
+            held_out_fraction=0.2,
+            workers=0,
+        )
+    )
+    return SourceConfig("packed", str(folder / "rows"), weight=2.0)
+
+
+SPLITS = [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]], [range(6), range(6)]]
+
+
+def _joined(iterators, owns, count):
+    """Batches of several processes put together; where two have a row, they must agree."""
+    batches = []
+    for _ in range(count):
+        rows = {}
+        for iterator, own in zip(iterators, owns, strict=True):
+            for name, column in next(iterator).items():
+                for row, value in zip(own, column, strict=True):
+                    chex.assert_trees_all_equal(rows.setdefault((name, row), value), value)
+        batches.append(rows)
+    return batches
+
+
+@pytest.mark.parametrize("owns", SPLITS, ids=str)
+@pytest.mark.parametrize("packing", ["split", "fit"])
+def test_processes_read_one_order_and_continue_for_each_other(folder, packed, packing, owns):
+    """Uneven files (three documents for four lanes), a mixture, and a batch that no number of lanes divides."""
+    sources = (_files(folder, [900, 40, 333]), SourceConfig("files", str(folder / "letters")), packed)
+    config = _config(folder, sources=sources, packing=packing, held_out_fraction=0.2)
+
+    def start(owns):
+        return [DataPipeline(config).training_batches(6, own) for own in owns]
+
+    alone = start([range(6)])
+    expected = _joined(alone, [range(6)], 30)
+    several = start(owns)
+    chex.assert_trees_all_equal(_joined(several, owns, 11), expected[:11])
+    states = [iterator.get_state() for iterator in several]
+    for other in ([range(6)], SPLITS[1]):
+        resumed = start(other)
+        for iterator in resumed:
+            iterator.set_state(*states)
+        chex.assert_trees_all_equal(_joined(resumed, other, 19), expected[11:])
+        for iterator in resumed:
+            iterator.close()
+    for iterator in alone + several:
+        iterator.close()
+
+
+def test_a_process_opens_only_the_documents_of_its_lanes(folder):
+    config = _config(folder, streams=4, prefetch=0)
+    read = []
+    for own in ([0, 1], [2, 3]):
+        pipeline = DataPipeline(config)
+        documents = next(iter(pipeline._documents.values()))
+        seen = set()
+        original = documents._read
+        documents._read = lambda index, seen=seen, original=original: seen.add(index) or original(index)
+        iterator = pipeline.training_batches(4, own)
+        for _ in range(8):  # less than an epoch
+            next(iterator)
+        iterator.close()
+        read.append(seen)
+    assert read[0]
+    assert read[1]
+    assert not read[0] & read[1]
+
+
+def test_no_example_is_lost_or_repeated_over_an_epoch_of_packed_rows(folder, packed):
+    config = _config(folder, sources=(packed,))
+    total = Manifest.read(packed.path).splits["train"]["rows"]
+    iterators = [DataPipeline(config).training_batches(2, [i]) for i in range(2)]
+    rows = [next(iterators[i % 2])["inputs"].tobytes() for i in range(total)]
+    assert len(set(rows)) == total
+    for iterator in iterators:
+        iterator.close()
+
+
+def test_states_that_do_not_fit_are_refused(folder):
+    iterator = DataPipeline(_config(folder, prefetch=0)).training_batches(4, [0, 1])
+    before = iterator.get_state()
+    next(iterator)
+    with pytest.raises(ValueError, match="saved at different rows of the data: 0, 4"):
+        iterator.set_state(before, iterator.get_state())
+    other = DataPipeline(_config(folder, prefetch=0)).training_batches(4)
+    with pytest.raises(ValueError, match="lacks lane 2 of source 0"):
+        other.set_state(before)
+    other = DataPipeline(_config(folder, prefetch=0, streams=8)).training_batches(4)
+    with pytest.raises(ValueError, match="is of 4 streams, and data.streams has 8 now"):
+        other.set_state(before)
+    assert lanes_of([0, 1], 0, 4, 8) == {0, 1, 4, 5}
+    assert lanes_of([0], 3, 4, 6) == {1, 3, 5}
+
+
+def test_sources_are_dealt_by_their_shares():
+    assert deal_pattern([3, 1]).tolist() == [0, 0, 1, 0]
+    pattern = deal_pattern([0.2, 0.5, 0.3])
+    assert np.bincount(pattern).tolist() == [2, 5, 3]
+    assert np.bincount(deal_pattern([1e-9, 1])).tolist() == [1, 10_000]
 
 
 def test_the_bigram_is_the_counts(folder):

@@ -1,0 +1,1 @@
+"""Planning for TPUs and launching on them."""

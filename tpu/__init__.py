@@ -1,1 +1,1 @@
-"""Planning for TPUs and launching on them."""
+"""Planning a TPU run ahead of time, and launching it."""

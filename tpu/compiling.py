@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import pathlib
 import re
+import tempfile
 import time
 
 import jax
@@ -150,10 +152,10 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
     assert mesh is not None
     sizes, joined = topology.torus(name)
     begun = time.perf_counter()
-    error, compiled = None, None
+    error, compiled, text = None, None, ""
     lowered = program.lower(program.state_shapes())
     try:
-        compiled = lowered.compile()
+        compiled, text = compile_with_text(lowered)
     except jax.errors.JaxRuntimeError as raised:
         if "RESOURCE_EXHAUSTED" not in str(raised):
             raise
@@ -178,8 +180,6 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
     device = mesh.devices.flat[0]
     memory, peak = memory_of(device.device_kind), peak_flops(device)
     assert peak is not None
-    text = compiled.as_text()
-    assert text is not None
     counts = count(Module(text), placement.sizes)
     flops = _flops(config, placement, counts.flops * plan.devices, counts.kernel_flops * plan.devices)
     network = Network(sizes, joined, memory.ici_bandwidth)
@@ -204,6 +204,23 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
         bounds=limits,
         dollars_per_step=None if price is None else limits.step / 3600 * price * plan.chips,
     )
+
+
+def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """The compiled program and its HLO, as the compiler itself writes it.
+
+    `jax.stages.Compiled.as_text` goes through jaxlib's reader, and that of jax 0.10 refuses some of what newer TPU
+    compilers make of large programs.
+
+    Raises:
+      RuntimeError: if the compiler wrote nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="tpu_plan_") as folder:
+        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        written = sorted(pathlib.Path(folder).glob("*.after_optimizations.txt"), key=lambda path: path.stat().st_size)
+        if not written:
+            raise RuntimeError(f"the TPU compiler left no HLO in {folder}: is libtpu of the same age as jax?")
+        return compiled, written[-1].read_text()
 
 
 def needed_bytes(error: str) -> int | None:

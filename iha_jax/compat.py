@@ -1,5 +1,6 @@
 """The few differences between the oldest and newest jax and flax we support. A leaf module."""
 
+import math
 from typing import Any
 
 import jax
@@ -30,18 +31,20 @@ def make_mesh(
       ValueError: the first axis is no multiple of the number of slices.
     """
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    found = jax.devices() if devices is None else devices
+    found = (jax.devices() if devices is None else devices)[: math.prod(shape)]
     slices = len({getattr(device, "slice_index", 0) for device in found})
-    if slices > 1:
-        if shape[0] % slices:
-            raise ValueError(
-                f"mesh axis {names[0]!r} goes over the {slices} slices and must be a multiple of that, got {shape[0]}"
-            )
+    if slices == 1:
+        # Not jax.make_mesh: that splits a side of the torus over two mesh axes (256 chips as 128 x 2) on v5e only.
+        arranged = mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True)
+    elif shape[0] % slices:
+        raise ValueError(
+            f"mesh axis {names[0]!r} goes over the {slices} slices and must be a multiple of that, got {shape[0]}"
+        )
+    else:
         inside = (shape[0] // slices, *shape[1:])
         across = (slices,) + (1,) * (len(shape) - 1)
-        arranged = mesh_utils.create_hybrid_device_mesh(inside, across, found)
-        return jax.sharding.Mesh(arranged, names, axis_types=(kind,) * len(names))
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
+        arranged = mesh_utils.create_hybrid_device_mesh(inside, across, found, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(arranged, names, axis_types=(kind,) * len(names))
 
 
 def is_concrete(x: jax.Array) -> bool:

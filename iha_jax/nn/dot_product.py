@@ -133,8 +133,10 @@ def dot_product_attention(
     return _in_pieces(queries, keys, causal and aligned and query_len == key_len, dense)
 
 
-def computed_pairs(batch: int, heads: int, tokens: int, causal: bool, window: int | None) -> tuple[int, bool]:
-    """What self-attention without positions or segments of its own really computes.
+def computed_pairs(
+    batch: int, heads: int, tokens: int, causal: bool, window: int | None, keys: int | None = None
+) -> tuple[int, bool]:
+    """What attention whose positions count from 0 really computes.
 
     Args:
       batch: B.
@@ -142,19 +144,21 @@ def computed_pairs(batch: int, heads: int, tokens: int, causal: bool, window: in
       tokens: T.
       causal: as in `dot_product_attention`.
       window: likewise.
+      keys: S, default T; where it isn't T nothing is skipped by index.
 
     Returns:
       Pairs of a query and a key for which logits are computed, per head and sequence, masked ones and padding
       included; and whether the backward pass computes the logits again.
     """
-    band = _band(tokens, causal, window)
+    keys = tokens if keys is None else keys
+    band = _band(tokens, causal, window) if keys == tokens else None
     if band is not None:
         block, behind, ahead = band
         slab_blocks, slabs = _slabs(batch, heads, tokens, *band)
         return slabs * slab_blocks * block * (behind + block + ahead), slabs > 1
-    if batch * heads * tokens * tokens <= _MAX_LOGITS:
-        return tokens * tokens, False
-    pieces = _pieces(batch, heads, tokens, tokens, causal)
+    if batch * heads * tokens * keys <= _MAX_LOGITS:
+        return tokens * keys, False
+    pieces = _pieces(batch, heads, tokens, keys, causal and keys == tokens)
     return sum(len(firsts) * rows * seen for _, seen, rows, firsts in pieces), True
 
 

@@ -1,9 +1,13 @@
 """The work of the fused TPU kernels, counted from their own tiles, for the compiler's scheduler and for estimates."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from iha_jax.ops.pallas_tpu_plan import Spec
+from iha_jax.ops import tuning
+from iha_jax.ops.forms import Problem
+from iha_jax.ops.pallas_tpu_plan import DoesNotFit, Spec, plan
 
 
 def chunk_visits(spec: Spec) -> int:
@@ -66,6 +70,24 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
 def flops(spec: Spec, backward: bool) -> int:
     """Multiplications and additions of all products, padding included."""
     return sum(2 * times * m * k * n for _, times, m, k, n in products(spec, backward))
+
+
+def flops_of(problem: Problem, dtype: str) -> tuple[int, int] | None:
+    """FLOPs of the forward and of the backward kernel, which recomputes; None where they don't fit on chip.
+
+    Args:
+      problem: with positions or segments of its own.
+      dtype: of the heads.
+    """
+    fields = dataclasses.asdict(problem)
+    del fields["rotates_pseudo_heads"]
+    fields["key_sources"] = fields.pop("kv_sources")
+    options = {"scale": 1.0, "logits_soft_cap": None, "precision": None}  # of no weight here
+    try:
+        spec = plan(**fields, **options, dtype=dtype, sizes=tuning.sizes_for(problem))
+    except DoesNotFit:
+        return None
+    return spec.groups * flops(spec, False), spec.groups * flops(spec, True)
 
 
 def cost_estimate(spec: Spec, backward: bool) -> pl.CostEstimate:

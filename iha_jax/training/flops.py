@@ -3,7 +3,8 @@
 *Model FLOPs* count what the mathematics asks for: visible pairs of pseudo-query and pseudo-key, the three mixings,
 the collapse and the projections, as Algorithm 1 has them. They compare models, and give MFU.
 *Executed FLOPs* count what the chosen implementation's tiles compute: masked pairs and padding included, the cheap
-forms of `paper.md` section 7 accounted for, and everything that the backward pass recomputes.
+forms of `paper.md` section 7 accounted for, and everything that the backward pass recomputes; on a TPU those of the
+fused kernels, on a mesh those of all devices together.
 A multiplication and an addition are two. Norms, activations, softmax (and a per-head collapse fused into it) and
 rotations are not counted, as is usual: executed FLOPs are those of matrix products.
 """
@@ -13,7 +14,8 @@ import dataclasses
 from iha_jax.models.config import AttentionKind, ModelConfig
 from iha_jax.nn.dot_product import computed_pairs
 from iha_jax.nn.mlp import GATED
-from iha_jax.ops import forms
+from iha_jax.ops import forms, pallas_tpu_cost
+from iha_jax.ops.block_sizes import band_of
 from iha_jax.ops.types import Causal
 
 
@@ -119,13 +121,32 @@ class Account:
         return (sum(entry.layers * entry.executed_training for entry in self.layers) + 3 * self.logits) / self.tokens
 
 
-def account(config: ModelConfig, batch: int = 1, tokens: int | None = None) -> Account:
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Parts that a mesh cuts a step's work into: tiles, and hence executed FLOPs, are those of one part.
+
+    Attributes:
+      rows: parts of the batch.
+      tokens: parts of every sequence.
+      heads: parts of the heads.
+    """
+
+    rows: int = 1
+    tokens: int = 1
+    heads: int = 1
+
+
+def account(
+    config: ModelConfig, batch: int = 1, tokens: int | None = None, *, fused: bool = False, split: Split = Split()
+) -> Account:
     """Accounts for a model.
 
     Args:
       config: the model's.
       batch: sequences in a step; tiles, and hence executed FLOPs, may depend on it.
       tokens: T, default the configured context length.
+      fused: whether executed FLOPs are those of the fused TPU kernels, where these can serve a layer.
+      split: of the work; executed FLOPs are the sum over all parts.
     """
     config = config.resolve()
     tokens = config.max_length if tokens is None else tokens
@@ -133,7 +154,7 @@ def account(config: ModelConfig, batch: int = 1, tokens: int | None = None) -> A
     vocab = config.vocab_size * config.model_dim
     return Account(
         tokens=tokens,
-        layers=tuple(_layer(config, kind, batch, tokens) for kind in kinds),
+        layers=tuple(_layer(config, kind, batch, tokens, fused, split) for kind in kinds),
         embedding_parameters=vocab if config.tied_embeddings else 2 * vocab,
         norm_parameters=_norm_parameters(config),
         logits=2 * tokens * vocab,
@@ -173,9 +194,11 @@ def model_flops(config: ModelConfig, kind: AttentionKind, tokens: int) -> ModelF
     )
 
 
-def _layer(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> LayerAccount:
+def _layer(
+    config: ModelConfig, kind: AttentionKind, batch: int, tokens: int, fused: bool, split: Split
+) -> LayerAccount:
     model = model_flops(config, kind, tokens)
-    core_forward, core_training = _executed_core(config, kind, batch, tokens)
+    core_forward, core_training = _executed_core(config, kind, batch, tokens, fused, split)
     dense = model.projections + model.mlp
     forward, training = dense + core_forward, 3 * dense + core_training
     if config.remat != "none":
@@ -192,23 +215,34 @@ def _layer(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) ->
     )
 
 
-def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens: int) -> tuple[float, float]:
+def _executed_core(
+    config: ModelConfig, kind: AttentionKind, batch: int, tokens: int, fused: bool, split: Split
+) -> tuple[float, float]:
     """FLOPs per sequence of the attention between the projections: of the forward pass, and of both passes."""
-    n, h = config.num_heads, config.dim_per_head
-    if kind != "iha":
-        pairs, recomputed = computed_pairs(batch, n, tokens, True, config.window(kind))
-        product = 2 * pairs * n * h
-        return 2 * product, (6 + recomputed) * product
-    if config.iha.implementation == "reference":
+    n, h, iha = config.num_heads, config.dim_per_head, kind == "iha"
+    if iha and config.iha.implementation == "reference":
         exact = model_flops(config, kind, tokens)
         forward = exact.mixing + exact.collapse + 2 * 2 * (tokens * config.pseudo_heads) ** 2 * n * h
         return forward, 3 * forward
+    # One device's part; all parts do the same.
+    share = split.rows * split.tokens * split.heads / batch
+    rows, heads = -(-batch // split.rows), n // split.heads
+    window, length, keys = config.window(kind), tokens // split.tokens, tokens
+    band = band_of(config.iha.causal if iha else "token", window)
+    if split.tokens > 1 and band is not None and band.left + band.right < tokens:
+        length = length + band.left + band.right  # the halo, queries included
+    if split.tokens == 1 or band is not None:
+        keys = length
+    if not iha:
+        pairs, recomputed = computed_pairs(rows, heads, length, length == keys, window, keys)
+        product = 2 * pairs * rows * heads * h * share
+        return 2 * product, (6 + recomputed) * product
     problem = forms.Problem(
-        batch=batch,
-        query_len=tokens,
-        key_len=tokens,
-        heads=n,
-        kv_heads=config.kv_heads,
+        batch=rows,
+        query_len=length,
+        key_len=keys,
+        heads=heads,
+        kv_heads=max(1, config.kv_heads // split.heads),
         sources=n,
         kv_sources=config.kv_heads,
         head_dim=h,
@@ -220,10 +254,13 @@ def _executed_core(config: ModelConfig, kind: AttentionKind, batch: int, tokens:
             config.rope is not None and config.iha.rope_positions == "virtual" and config.pseudo_heads > 1
         ),
         across_heads=config.iha.collapse == "across_heads",
-        aligned=True,
+        aligned=length == keys,
     )
+    if fused and (found := pallas_tpu_cost.flops_of(problem, config.dtype)) is not None:
+        forward, backward = found
+        return forward * share, (forward + backward) * share
     products = forms.products(problem, *forms.choose(problem))
-    return sum(p.flops for p in products) / batch, sum(p.training_flops for p in products) / batch
+    return sum(p.flops for p in products) * share, sum(p.training_flops for p in products) * share
 
 
 def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:

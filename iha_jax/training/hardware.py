@@ -1,4 +1,6 @@
-"""Peak matrix rates of the chips people have, for the share that a run reaches (MFU)."""
+"""Peak rates of the chips people have, for the share that a run reaches (MFU) and for plans."""
+
+import dataclasses
 
 import jax
 
@@ -37,3 +39,42 @@ def peak_flops(device: jax.Device) -> float | None:
     kind = device.device_kind
     fitting = [name for name in _PEAKS if kind == name or kind.startswith((name + " ", name + "-"))]
     return _PEAKS[max(fitting, key=len)] if fitting else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Published memory and network of one JAX device of a TPU.
+
+    Attributes:
+      hbm_bytes: capacity.
+      hbm_bandwidth: bytes per second.
+      ici_links: to neighbouring chips, two for every dimension of the torus.
+      ici_bandwidth: bytes per second of one link in one direction.
+    """
+
+    hbm_bytes: float
+    hbm_bandwidth: float
+    ici_links: int
+    ici_bandwidth: float
+
+
+# cloud.google.com/tpu/docs, "System architecture" of each generation: HBM capacity and bandwidth, and the bidirectional
+# bandwidth between chips, 400, 1200, 800 and 1200 GB/s a chip, here by link and direction. A TPU7x chip is two devices,
+# which share its memory and links.
+_MEMORY = {
+    "TPU v5 lite": Memory(16 * 2**30, 819e9, 4, 50e9),
+    "TPU v5": Memory(95 * 2**30, 2765e9, 6, 100e9),
+    "TPU v6 lite": Memory(32 * 2**30, 1640e9, 4, 100e9),
+    "TPU7x": Memory(96 * 2**30, 3690e9, 6, 50e9),
+}
+
+
+def memory_of(device_kind: str) -> Memory:
+    """Memory and network of a TPU device, by its ``device_kind``.
+
+    Raises:
+      ValueError: for a device that isn't in the table; those that are, are named.
+    """
+    if device_kind not in _MEMORY:
+        raise ValueError(f"no figures for devices of kind {device_kind!r}: known are {sorted(_MEMORY)}")
+    return _MEMORY[device_kind]

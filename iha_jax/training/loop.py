@@ -10,10 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from iha_jax.data import DataPipeline
-from iha_jax.models import Transformer
 from iha_jax.training.checkpoint import Checkpoints
 from iha_jax.training.config import DistributedConfig, TrainConfig
 from iha_jax.training.display import Display, status_line
@@ -22,14 +20,14 @@ from iha_jax.training.flops import account
 from iha_jax.training.hardware import peak_flops
 from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoard, read_json_lines
 from iha_jax.training.mixing_statistics import mixing_statistics
-from iha_jax.training.optimizer import make_optimizer
 from iha_jax.training.placement import Placement
 from iha_jax.training.processes import Processes
+from iha_jax.training.program import StepProgram
 from iha_jax.training.sample import make_sampler, prompt_ids, until_end
 from iha_jax.training.serialization import differences, from_json, to_json, to_plain
 from iha_jax.training.signals import StopRequested, StopSignals
-from iha_jax.training.state import ModelFunctions, Params, TrainState, initial_state
-from iha_jax.training.step import make_eval_step, make_train_step, split_micro_batches
+from iha_jax.training.state import Params, TrainState
+from iha_jax.training.step import make_eval_step, split_micro_batches
 
 # What may change between a run and its continuation without a word.
 _FREE_TO_CHANGE = ("directory", "resume", "log.", "checkpoint.", "sample.", "evaluation.", "distributed.")
@@ -74,15 +72,9 @@ class Trainer:
         self.placement = Placement(config.mesh)
         self.placement.check(config)
 
-        def model() -> Transformer:
-            return Transformer(config.model, rngs=nnx.Rngs(config.seed))
-
-        self._functions = ModelFunctions(nnx.eval_shape(model))
-        self._optimizer = make_optimizer(config, self._functions.params, self._functions.axes)
-        self.state: TrainState = self.placement.create(
-            lambda: initial_state(ModelFunctions(model()), self._optimizer, config.seed), self._functions.axes
-        )
-        self.num_parameters = sum(math.prod(p.shape) for p in self.state.params.values())
+        self._program = StepProgram(config, self.placement)
+        self._functions, self.num_parameters = self._program.functions, self._program.num_parameters
+        self.state: TrainState = self.placement.create(self._program.initial_state, self._functions.axes)
         self.account = account(config.model, config.micro_batch_size, config.data.sequence_length)
         self._bytes_per_target = self._pipeline.bytes_per_target()
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint, self._processes)
@@ -137,18 +129,9 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the step; a signal meanwhile is heard at once."""
         config = self.config
-        shape = (config.micro_batches, config.micro_batch_size, config.data.sequence_length)
-        integers = ("inputs", "targets", "segment_ids", "positions")
-        batch: dict[str, Any] = {name: self.placement.batch_shape(shape, np.int32) for name in integers}
-        batch["weights"] = self.placement.batch_shape(shape, np.float32)
-        step = jax.jit(
-            make_train_step(config, self._functions, self._optimizer),
-            donate_argnums=0,
-            out_shardings=None if self.placement.mesh is None else (jax.tree.map(_sharding, self.state), None),
-        )
         begun = time.perf_counter()
-        with self._saving_on_stop(), self.placement.active():
-            self._step = self._stop.run(step.lower(self.state, batch).compile)
+        with self._saving_on_stop():
+            self._step = self._stop.run(self._program.lower(self.state).compile)
         where = "" if self.placement.mesh is None else f" on {self.placement.describe()}"
         self.display.message(
             f"{config.name}: {self.num_parameters:,} parameters{where}, compiled in {time.perf_counter() - begun:.0f} s"
@@ -392,10 +375,6 @@ class Trainer:
         for name, (before, now) in differences(old, to_plain(self.config)).items():
             if not name.startswith(_FREE_TO_CHANGE):
                 self.display.message(f"note: {name} was {before} when this run was last saved and is {now} now")
-
-
-def _sharding(x: jax.Array) -> jax.sharding.Sharding:
-    return x.sharding
 
 
 class _SavingOnStop:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,19 +25,26 @@ class Placement:
       rules: from logical axes to the mesh's.
     """
 
-    def __init__(self, config: MeshConfig, rules: Rules = Rules()):
+    def __init__(self, config: MeshConfig, rules: Rules = Rules(), devices: Sequence[jax.Device] | None = None):
+        """Arranges the devices.
+
+        Args:
+          config: sizes of the mesh.
+          rules: from logical axes to the mesh's.
+          devices: default all there are. If given there is a mesh even of one: it says what to compile for.
+        """
         self.rules = rules
-        sizes = mesh_shape(config, jax.device_count())
-        if jax.process_count() > 1 and math.prod(sizes.values()) != jax.device_count():
+        found = jax.devices() if devices is None else devices
+        sizes = mesh_shape(config, len(found))
+        if devices is None and jax.process_count() > 1 and math.prod(sizes.values()) != len(found):
             raise ValueError(
-                f"the mesh takes {math.prod(sizes.values())} of the {jax.device_count()} devices of "
+                f"the mesh takes {math.prod(sizes.values())} of the {len(found)} devices of "
                 f"{jax.process_count()} processes: with several processes it must take all; one of the axes may be -1"
             )
         self.mesh: Mesh | None = None
-        if (count := math.prod(sizes.values())) > 1:
+        if (count := math.prod(sizes.values())) > 1 or devices is not None:
             # Auto axes: the optimizers are optax's and know of no layouts; the layers say theirs where it matters.
-            devices = jax.devices()[:count]
-            self.mesh = compat.make_mesh(tuple(sizes.values()), MESH_AXES, explicit=False, devices=devices)
+            self.mesh = compat.make_mesh(tuple(sizes.values()), MESH_AXES, explicit=False, devices=found[:count])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -110,27 +117,33 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def create(self, make: Callable[[], Any], axes: Mapping[str, LogicalAxes]) -> Any:
-        """The result of ``make``, every array created where it lives.
+        """The result of ``make``, every array created where it lives; arguments as for `shapes`."""
+        if self.mesh is None:
+            return make()
+        shardings = jax.tree.map(lambda x: x.sharding, self.shapes(make, axes))
+        with self.active():
+            return jax.jit(make, out_shardings=shardings)()
+
+    def shapes(self, make: Callable[[], Any], axes: Mapping[str, LogicalAxes]) -> Any:
+        """Shapes, dtypes and, on a mesh, shardings of what ``make`` returns; nothing is allocated.
 
         Args:
           make: a traceable function that makes a state. Arrays below a dictionary key in ``axes``, of the shape of
             that parameter, lie as it does: optimizers keep their moments so. All others are whole everywhere.
           axes: path of a parameter → its logical axes.
         """
-        if self.mesh is None:
-            return make()
         shapes = jax.eval_shape(make)
+        if self.mesh is None:
+            return shapes
         rest = NamedSharding(self.mesh, PartitionSpec())
 
-        def lay_out(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        def lay_out(keys: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
             path = next((str(k.key) for k in reversed(keys) if isinstance(k, jax.tree_util.DictKey)), "")
-            if path in axes and len(leaf.shape) == len(axes[path]):
-                return self.layout(leaf.shape, axes[path], path)
-            return rest
+            known = path in axes and len(leaf.shape) == len(axes[path])
+            where = self.layout(leaf.shape, axes[path], path) if known else rest
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        shardings = jax.tree_util.tree_map_with_path(lay_out, shapes)
-        with self.active():
-            return jax.jit(make, out_shardings=shardings)()
+        return jax.tree_util.tree_map_with_path(lay_out, shapes)
 
     def rows_here(self, count: int) -> tuple[int, ...]:
         """Of ``count`` rows of a batch, those that this process's devices hold (tokens may be elsewhere)."""

@@ -1,0 +1,159 @@
+"""Compiled programs counted against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from iha_jax import compat
+from tpu.counts import count, replica_groups
+from tpu.hlo import Module
+
+ONE = {"x": 1}
+
+
+def module_of(function, *arguments):
+    return Module(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def struct(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def test_nested_loops_count_as_often_as_they_run():
+    def step(x, w):
+        def inner(y, _):
+            return jnp.tanh(jnp.einsum("ik,kj->ij", y, w)), None
+
+        def outer(y, _):
+            return jax.lax.scan(inner, y, length=3)[0], None
+
+        return jax.lax.scan(outer, x, length=5)[0]
+
+    found = count(module_of(step, struct(7, 11), struct(11, 11)), ONE)
+    assert found.flops == 5 * 3 * 2 * 7 * 11 * 11
+
+
+def test_batched_products():
+    product = module_of(lambda x, y: jnp.einsum("bik,bkj->bij", x, y), struct(3, 5, 7), struct(3, 7, 11))
+    assert count(product, ONE).flops == 2 * 3 * 5 * 7 * 11
+
+
+def test_a_conditional_counts_its_larger_branch():
+    def step(p, x):
+        return jax.lax.cond(p, lambda x: jnp.sin(jnp.sin(x) @ x) @ x, lambda x: x + 1, x)
+
+    assert count(module_of(step, struct(dtype=bool), struct(13, 13)), ONE).flops == 2 * 2 * 13**3
+
+
+# The TPU compiler's products: batch axes are spatial (b of 4 here), or the contracted axis is split.
+CONVOLUTION = """HloModule m
+
+ENTRY %main (a: f32[4,4,96,64], b: f32[4,4,64,32]) -> f32[4,4,96,32] {{
+  %a = f32{a}{{3,2,1,0:T(8,128)}} parameter(0)
+  %b = f32{b}{{3,2,1,0:T(8,128)S(1)}} parameter(1)
+  ROOT %c = f32{out}{{3,2,1,0:T(8,128)}} convolution(%a, %b), window={{{window}}}, dim_labels={labels}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "window", "labels", "flops"),
+    [
+        ("[8,64]", "[64,32]", "[8,32]", "", "bf_io->bf", 2 * 8 * 64 * 32),
+        (
+            *("[4,4,96,64]", "[4,4,64,32]", "[4,4,96,32]", "size=4x4 stride=3x3 lhs_dilate=4x4", "01bf_01io->01bf"),
+            2 * 4 * 4 * 96 * 64 * 32,
+        ),
+        # A window over a whole axis contracts it; one padded by its own size spreads it.
+        ("[5,8,2,16]", "[2,16,24,1]", "[5,8,1,24]", "size=2x1", "1b0f_0io1->1b0f", 2 * 5 * 8 * 24 * (2 * 16)),
+        (
+            *("[8,192,1]", "[192,4,96]", "[8,4,96]", "size=4 pad=3_3 rhs_reversal=1", "bf0_i0o->b0f"),
+            2 * 8 * 4 * 96 * 192,
+        ),
+    ],
+)
+def test_products_written_as_convolutions(a, b, out, window, labels, flops):
+    text = CONVOLUTION.format(a=a, b=b, out=out, window=window, labels=labels)
+    assert count(Module(text), ONE).flops == flops
+
+
+WHILE = """HloModule m
+
+%fused (p: f32[10,128], i: s32[]) -> f32[1,128] {
+  %p = f32[10,128]{1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %cut = f32[1,128]{1,0:T(8,128)} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,128}
+}
+
+%condition (state: (s32[], f32[10,128])) -> pred[] {
+  %state = (s32[]{:T(128)}, f32[10,128]{1,0:T(8,128)}) parameter(0)
+  %limit = s32[]{:T(128)} constant(9)
+  %at = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %less = pred[]{:T(512)} compare(%at, %limit), direction=LT
+}
+
+%body (state: (s32[], f32[10,128])) -> (s32[], f32[10,128]) {
+  %state = (s32[]{:T(128)}, f32[10,128]{1,0:T(8,128)}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %table = f32[10,128]{1,0:T(8,128)} get-tuple-element(%state), index=1
+  %row = f32[1,128]{1,0:T(8,128)} fusion(%table, %at), kind=kLoop, calls=%fused
+  %sum = f32[1,128]{1,0:T(8,128)} all-reduce(%row), channel_id=3, replica_groups={{0,2},{1,3}}, to_apply=%add
+  %next = s32[]{:T(128)} add(%at, %two)
+  ROOT %out = (s32[]{:T(128)}, f32[10,128]{1,0:T(8,128)}) tuple(%next, %table)
+}
+
+ENTRY %main (table: f32[10,128]) -> (s32[], f32[10,128]) {
+  %table = f32[10,128]{1,0:T(8,128)} parameter(0)
+  %one = s32[]{:T(128)} constant(1)
+  %start = (s32[]{:T(128)}, f32[10,128]{1,0:T(8,128)}) tuple(%one, %table)
+  ROOT %loop = (s32[]{:T(128)}, f32[10,128]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+def test_loops_as_the_tpu_compiler_leaves_them():
+    """Counter from 1 below 9 in steps of 2: four trips; of the table only a row is read."""
+    found = count(Module(WHILE), {"x": 2, "y": 2})
+    (one,) = found.collectives
+    assert (one.kind, one.axes, one.group, one.bytes, one.count) == ("all-reduce", ("x",), (0, 2), 512, 4)
+    # A trip: the fusion reads and writes a row, the collective too, and the counter is read twice and written.
+    assert found.hbm_bytes == 4 * (512 + 4 + 512 + 2 * 512 + 3 * 4)
+    with pytest.raises(ValueError, match=r"loop loop: cannot tell its trips"):
+        count(Module(WHILE.replace("direction=LT", "direction=EQ")), {"x": 2, "y": 2})
+
+
+def test_groups_in_both_notations():
+    assert replica_groups("replica_groups={{0,2},{1,3}}, x", 4) == [(0, 2), (1, 3)]
+    assert replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), x", 8) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert replica_groups("replica_groups=[2,2]<=[4]", 4) == [(0, 1), (2, 3)]
+    assert replica_groups("replica_groups={}, x", 3) == [(0, 1, 2)]
+    with pytest.raises(ValueError, match="replica_groups"):
+        replica_groups("replica_groups=everyone, x", 4)
+
+
+def test_collectives_of_a_sharded_product():
+    mesh = compat.make_mesh((2, 4), ("data", "tensor"), explicit=False)
+
+    def place(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    def step(x, w):
+        return jax.lax.scan(lambda y, _: (jnp.einsum("ik,kj->ij", y, w), None), x, length=3)[0]
+
+    x = struct(8, 16, sharding=place("data", "tensor"))
+    w = struct(16, 16, sharding=place("tensor", None))
+    compiled = jax.jit(step, out_shardings=place("data", "tensor")).lower(x, w).compile()
+    found = count(Module(compiled.as_text()), {"data": 2, "tensor": 4})
+    assert {(c.axes, c.count) for c in found.collectives} == {(("tensor",), 3)}
+    assert found.flops == 3 * 2 * 8 * 16 * 16 / 8
+    assert all(len(c.group) == 4 for c in found.collectives)
+    np.testing.assert_array_equal(sorted({c.group for c in found.collectives})[0], [0, 1, 2, 3])
+
+
+def test_text_that_is_no_program():
+    with pytest.raises(ValueError, match="ENTRY"):
+        Module("module @jit_f {}")

@@ -291,9 +291,8 @@ class AttentionProjections(nnx.Module):
         """Applies to the vectors that lie side by side in a head what applies to a vector."""
         if self.num_maps == 1:
             return function(x)
-        batch, tokens, heads, dim = x.shape
-        y = function(x.reshape(batch, tokens, heads * self.num_maps, dim // self.num_maps))
-        return y.reshape(x.shape)
+        # Cut, not reshaped: a mesh may split the heads, and an explicit one then refuses to merge axes with them.
+        return jnp.concatenate([function(part) for part in jnp.split(x, self.num_maps, axis=-1)], axis=-1)
 
     @property
     def _cached_dim(self) -> int:

@@ -9,7 +9,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from iha_jax import InterleavedHeadAttention, Rope, compat, sharding
-from iha_jax.nn import MLP, Embedding, MultiHeadAttention
+from iha_jax.nn import (
+    MLP,
+    DifferentialAttention,
+    Embedding,
+    MultiHeadAttention,
+    SimplicialAttention,
+    TalkingHeadsAttention,
+)
 from iha_jax.sharding import Rules, use_rules
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -96,20 +103,41 @@ WITH_CONTEXT = ("data", "context", "tensor")
         (MultiHeadAttention, WITH_CONTEXT, True, {"window": 4, "num_kv_heads": 1}),
         (MultiHeadAttention, WITH_CONTEXT, False, {"window": 11, "causal": False}),
         (MultiHeadAttention, MESH_AXES, True, {}),
+        (TalkingHeadsAttention, WITH_CONTEXT, True, {"window": 4, "talking_init": nnx.initializers.normal(0.5)}),
+        (DifferentialAttention, WITH_CONTEXT, True, {}),
+        pytest.param(
+            TalkingHeadsAttention,
+            MESH_AXES,
+            False,
+            {"talking_init": nnx.initializers.normal(0.5)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(DifferentialAttention, MESH_AXES, False, {"window": 4}, marks=pytest.mark.slow),
+        pytest.param(SimplicialAttention, WITH_CONTEXT, True, {"window": 4, "rope": None}, marks=pytest.mark.slow),
     ],
 )
 def test_an_attention_layer_on_a_mesh(kind, names, explicit, options):
     mesh = compat.make_mesh((2, 2, 2), names, explicit=explicit)
-    layer = kind(4, 16, **{"num_kv_heads": 2, **options}, rope=Rope(), rngs=nnx.Rngs(0))
+    layer = kind(4, 16, **{"num_kv_heads": 2, "rope": Rope(), **options}, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
     x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
     ids = np.sort(np.random.default_rng(1).integers(0, 3, (4, 16)), axis=1).astype(np.int32)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, segment_ids=ids))
-    expected = run(state, x)
+    cotangent = np.random.default_rng(2).normal(size=x.shape).astype(np.float32)
+
+    @jax.jit
+    def run(state, x):
+        y = nnx.merge(graph, state)(x, segment_ids=ids)
+        if kind in (InterleavedHeadAttention, MultiHeadAttention):  # theirs are tested where they are cheaper
+            return y, {}
+        return y, jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x, segment_ids=ids) * cotangent))(state)
+
+    expected, slopes = run(state, x)
     # One key/value head can't be split: it is kept whole.
     rules = Rules() if layer.num_kv_heads > 1 else Rules(kv_heads=())
     spec = rules.resolve(("batch", "sequence", None), names)
     with jax.set_mesh(mesh), use_rules(rules):
-        out = run(place(state, mesh, rules), jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
+        out, gradient = run(place(state, mesh, rules), jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
     assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 3)
     chex.assert_trees_all_close(jax.device_get(out), jax.device_get(expected), atol=1e-5)
+    gradient, slopes = (jax.tree.leaves(jax.device_get(tree)) for tree in (gradient, slopes))
+    chex.assert_trees_all_close(gradient, slopes, rtol=1e-4, atol=1e-4)

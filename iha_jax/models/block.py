@@ -8,10 +8,13 @@ from jaxtyping import Array, Float, Int
 from iha_jax.models.config import AttentionKind, ModelConfig
 from iha_jax.nn.attention import InterleavedHeadAttention
 from iha_jax.nn.cache import AttentionCache
+from iha_jax.nn.differential import DifferentialAttention
 from iha_jax.nn.mlp import MLP
 from iha_jax.nn.multi_head import MultiHeadAttention
 from iha_jax.nn.norms import LayerNorm, RMSNorm
 from iha_jax.nn.parameters import default_kernel_init, scaled, split_keys
+from iha_jax.nn.simplicial import SimplicialAttention
+from iha_jax.nn.talking_heads import TalkingHeadsAttention
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
@@ -21,9 +24,9 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 def make_attention(
-    config: ModelConfig, kind: AttentionKind, key: Array
+    config: ModelConfig, kind: AttentionKind, key: Array, depth: int | Int[Array, ""] = 0
 ) -> InterleavedHeadAttention | MultiHeadAttention:
-    """The attention layer of one kind.
+    """The attention layer of one kind; its depth, from 0, matters to differential attention.
 
     The output projection starts at ``1 / sqrt(2 L)`` of its fan-in scale: 2L sub-layers add to the residual stream,
     and their sum should be of the size of one, whatever the depth (as in GPT-2).
@@ -40,9 +43,17 @@ def make_attention(
         "out_kernel_init": scaled(default_kernel_init, (2 * config.num_layers) ** -0.5),
         "rngs": key,
     }
+    if kind == "simplicial":
+        return SimplicialAttention(config.num_heads, config.model_dim, **shared)
     if kind != "iha":
-        rope = None if config.rope is None else config.rope.rope("token")
-        return MultiHeadAttention(config.num_heads, config.model_dim, rope=rope, **shared)
+        shared["rope"] = None if config.rope is None else config.rope.rope("token")
+    if kind == "differential":
+        shared |= {"num_kv_heads": config.kv_heads // 2, "head_dim": 2 * config.dim_per_head, "depth": depth}
+        return DifferentialAttention(config.num_heads // 2, config.model_dim, **shared)
+    if kind == "talking_heads":
+        return TalkingHeadsAttention(config.num_heads, config.model_dim, **shared)
+    if kind != "iha":
+        return MultiHeadAttention(config.num_heads, config.model_dim, **shared)
     iha = config.iha
     return InterleavedHeadAttention(
         config.num_heads,
@@ -60,11 +71,13 @@ def make_attention(
 class Block(nnx.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: ModelConfig, kind: AttentionKind, *, rngs: nnx.Rngs | Array):
-        """Makes the layer's parameters from one key."""
+    def __init__(
+        self, config: ModelConfig, kind: AttentionKind, *, depth: int | Int[Array, ""] = 0, rngs: nnx.Rngs | Array
+    ):
+        """Makes the parameters of layer number `depth`, from 0, from one key."""
         keys = split_keys(rngs, "attention", "mlp")
         self.attention_norm = make_norm(config)
-        self.attention = make_attention(config, kind, keys["attention"])
+        self.attention = make_attention(config, kind, keys["attention"], depth)
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(
             config.model_dim,

@@ -14,7 +14,7 @@ from iha_jax.ops.types import Implementation
 NormKind = Literal["rms", "layer"]
 RematPolicy = Literal["none", "full", "dots"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
-AttentionKind = Literal["iha", "mha", "local"]
+AttentionKind = Literal["iha", "mha", "local", "talking_heads", "differential", "simplicial"]
 
 
 def _check_size(name: str, value: object) -> None:
@@ -69,7 +69,7 @@ class IHAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MHAConfig:
-    """Options of the layers of kinds ``"mha"`` and ``"local"``.
+    """Options of the layers of every other kind.
 
     Attributes:
       window: W in tokens, or None for global layers.
@@ -123,7 +123,11 @@ class ModelConfig:
       iha: options of the layers of kind ``"iha"``.
       mha: options of the layers of kind ``"mha"``.
       local: options of the layers of kind ``"local"``, sliding-window MHA.
-      rope: rotary embedding, or None for no positions at all.
+      talking_heads: options of the layers of kind ``"talking_heads"``.
+      differential: options of the layers of kind ``"differential"``, which have N / 2 heads of 2 H, as their paper
+        compares: N maps, and MHA's parameters but for a few vectors.
+      simplicial: options of the layers of kind ``"simplicial"``; they are made for short lengths.
+      rope: rotary embedding, or None for no positions at all. Layers of kind ``"simplicial"`` have none.
       normalize_qk: root-mean-square normalisation of queries and keys in every layer.
       logits_soft_cap: soft cap of attention logits, or None.
       use_bias: biases in every projection of attention and feed-forward network.
@@ -150,6 +154,9 @@ class ModelConfig:
     iha: IHAConfig = IHAConfig()
     mha: MHAConfig = MHAConfig()
     local: MHAConfig = MHAConfig(window=512)
+    talking_heads: MHAConfig = MHAConfig()
+    differential: MHAConfig = MHAConfig()
+    simplicial: MHAConfig = MHAConfig()
     rope: RopeConfig | None = RopeConfig()
     normalize_qk: bool = False
     logits_soft_cap: float | None = None
@@ -185,6 +192,11 @@ class ModelConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}.")
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(f"logits_soft_cap must be > 0 or None, got {self.logits_soft_cap}.")
+        if self.uses("differential") and (self.num_heads % 2 or self.kv_heads % 2):
+            raise ValueError(
+                "differential layers pair heads and need even numbers of them, got "
+                f"num_heads={self.num_heads} and num_kv_heads={self.kv_heads}."
+            )
         if (
             self.uses("iha")
             and self.iha.init == "exact"
@@ -251,7 +263,7 @@ class ModelConfig:
 
     def window(self, kind: AttentionKind) -> int | None:
         """W of a kind's layers."""
-        return {"iha": self.iha_window, "mha": self.mha.window, "local": self.local.window}[kind]
+        return self.iha_window if kind == "iha" else getattr(self, kind).window
 
     def resolve(self) -> "ModelConfig":
         """The same model with nothing left to derive from `max_length`: what belongs in a checkpoint.

@@ -14,18 +14,19 @@ from iha_jax.nn.parameters import parameter
 Tree = Any
 
 
-def stacked_module(make: Callable[[Array], nnx.Module], keys: Array) -> nnx.Module:
-    """A module whose parameters are those of ``make(key)`` for every key, stacked along a new first axis.
+def stacked_module(make: Callable[[Array, Array], nnx.Module], keys: Array, depths: Array) -> nnx.Module:
+    """A module whose parameters are those of ``make(key, depth)`` for every key, stacked along a new first axis.
 
     It isn't called itself: split it and hand one slice of its state at a time to its graph definition.
 
     Args:
-      make: from a key to a module.
+      make: from a key and the layer's number to a module.
       keys: ``[layers]`` PRNG keys.
+      depths: ``[layers]``, the layers' numbers in the model.
     """
-    values = jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(make(key), nnx.Param)))(keys)
+    values = jax.vmap(lambda key, depth: nnx.to_pure_dict(nnx.state(make(key, depth), nnx.Param)))(keys, depths)
     # The structure needs no values; flax's own `eval_shape` keeps modules whole.
-    module = nnx.eval_shape(lambda: make(keys[0]))
+    module = nnx.eval_shape(lambda: make(keys[0], depths[0]))
     _set_parameters(module, values)
     return module
 

@@ -80,9 +80,11 @@ class Transformer(nnx.Module):
         cycle = []
         for i in range(period if cycled else 0):
             make = functools.partial(_make_block, config, kinds[i])
-            cycle.append(stacked_module(make, layer_keys[i:cycled:period]))
+            cycle.append(stacked_module(make, layer_keys[i:cycled:period], jnp.arange(i, cycled, period)))
         self.cycle = nnx.data(cycle)
-        self.layers = nnx.data([Block(config, kinds[i], rngs=layer_keys[i]) for i in range(cycled, config.num_layers)])
+        self.layers = nnx.data(
+            [Block(config, kinds[i], depth=i, rngs=layer_keys[i]) for i in range(cycled, config.num_layers)]
+        )
         self.final_norm = make_norm(config)
 
     def __call__(
@@ -199,8 +201,8 @@ class Transformer(nnx.Module):
         return logits, TransformerCache(cycle=new_cycle, layers=tuple(new_layers))
 
 
-def _make_block(config: ModelConfig, kind: str, key: Array) -> Block:
-    return Block(config, kind, rngs=key)  # pyright: ignore[reportArgumentType]
+def _make_block(config: ModelConfig, kind: str, key: Array, depth: Array) -> Block:
+    return Block(config, kind, depth=depth, rngs=key)  # pyright: ignore[reportArgumentType]
 
 
 def _split_all(blocks) -> tuple[list, tuple]:

@@ -4,6 +4,7 @@
 On XLA it materialises all T x S logits and computes a window's full square, so the rest is done here.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from iha_jax import sharding
+from iha_jax.nn.between_heads import BetweenHeads
 from iha_jax.ops.sharded import attend_sharded, layout_of
 
 # Logits of one piece of work: 64 MiB in float32. Below it everything is one piece and saved for the backward pass;
@@ -37,6 +39,7 @@ def dot_product_attention(
     key_segment_ids: Int[Array, "B S"] | None = None,
     logits_soft_cap: float | None = None,
     precision: jax.lax.PrecisionLike = None,
+    between: BetweenHeads | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Scaled dot-product attention of already rotated heads; K divides N.
 
@@ -51,7 +54,9 @@ def dot_product_attention(
       query_segment_ids: int32 ``[B, T]``, 0 is padding; default all 1.
       key_segment_ids: likewise; default the query's if given.
       logits_soft_cap: c in ``c * tanh(logits / c)``, before the mask.
-      precision: of both contractions.
+      precision: of every contraction.
+      between: what becomes of the maps between the heads, or None. With M maps in a head, H is that of M vectors
+        side by side, and the scale that of one.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype; exactly 0 for a query with nothing to see.
@@ -72,8 +77,11 @@ def dot_product_attention(
         raise ValueError(f"causal attention with T={query_len} and S={key_len} needs both position arrays.")
     layout = layout_of(query, key) if sharding.mesh_sizes() else None
     if layout is not None:
+        all_heads = between is not None and between.needs_all_heads
+        if all_heads:  # gathered, and every device of the tensor axes does the same
+            layout = dataclasses.replace(layout, heads=(), kv_heads=(), parts=1)
 
-        def attend(query: Array, key: Array, value: Array, _, **integers: Array) -> Array:
+        def attend(query: Array, key: Array, value: Array, _, **others) -> Array:
             return dot_product_attention(
                 query,
                 key,
@@ -82,10 +90,11 @@ def dot_product_attention(
                 window=window,
                 logits_soft_cap=logits_soft_cap,
                 precision=precision,
-                **integers,
+                between=others.pop("whole", None),
+                **others,
             )
 
-        return attend_sharded(
+        out = attend_sharded(
             attend,
             layout,
             query,
@@ -98,7 +107,9 @@ def dot_product_attention(
             key_positions=key_positions,
             query_segment_ids=query_segment_ids,
             key_segment_ids=key_segment_ids,
+            whole=between,
         )
+        return sharding.constrain(out, ("batch", "sequence", "heads", None)) if all_heads else out
     # Index order stands for position order where both sides are one sequence.
     aligned = key_positions is None and (key_segment_ids is None or query_segment_ids is None)
     default_positions = query_positions is None and key_positions is None
@@ -113,8 +124,9 @@ def dot_product_attention(
     else:
         query_ids, key_ids = None, None
 
-    logits = query.shape[0] * query.shape[2] * query_len * key_len
-    plain = window is None and logits_soft_cap is None and precision is None
+    maps = query.shape[2] * (1 if between is None else between.num_maps)
+    logits = query.shape[0] * maps * query_len * key_len
+    plain = window is None and logits_soft_cap is None and precision is None and between is None
     if plain and default_positions and not segmented and logits <= _MAX_LOGITS:
         return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
     if query_positions is None:
@@ -124,13 +136,15 @@ def dot_product_attention(
         key_positions = query_positions
     queries = (query, query_positions, query_ids)
     keys = (key, value, key_positions, key_ids)
-    dense = functools.partial(_dense, causal=causal, window=window, cap=logits_soft_cap, precision=precision)
+    dense = functools.partial(
+        _dense, causal=causal, window=window, cap=logits_soft_cap, precision=precision, between=between
+    )
     band = _band(query_len, causal, window) if aligned and query_len == key_len else None
     if band is not None:
-        return _banded(queries, keys, *band, dense)
+        return _banded(queries, keys, *band, maps, dense)
     if logits <= _MAX_LOGITS:
         return dense(queries, keys)
-    return _in_pieces(queries, keys, causal and aligned and query_len == key_len, dense)
+    return _in_pieces(queries, keys, causal and aligned and query_len == key_len, maps, dense)
 
 
 def computed_pairs(
@@ -140,7 +154,7 @@ def computed_pairs(
 
     Args:
       batch: B.
-      heads: N.
+      heads: N, times the maps in a head.
       tokens: T.
       causal: as in `dot_product_attention`.
       window: likewise.
@@ -199,16 +213,25 @@ def _blank(x: Array, ids: Array) -> Array:
     return jnp.where((ids == 0)[:, :, None, None], jnp.zeros_like(x), x)
 
 
-def _dense(queries, keys, *, causal, window, cap, precision) -> Array:
+def _dense(queries, keys, *, causal, window, cap, precision, between) -> Array:
     """Attention with all logits at once. Leading axes of every array may be [B] or, for blocks, [B, blocks]."""
     query, query_positions, query_ids = queries
     key, value, key_positions, key_ids = keys
     compute = jnp.promote_types(query.dtype, jnp.float32)
     *lead, tokens, heads, dim = query.shape
-    kv_heads = key.shape[-2]
+    key_len, kv_heads = key.shape[-3:-1]
+    grouped = (*lead, kv_heads, heads // kv_heads, tokens, key_len)
     query = query.reshape(*lead, tokens, kv_heads, heads // kv_heads, dim)
     contract = functools.partial(jnp.einsum, precision=precision, preferred_element_type=compute)
-    logits = contract("...tkgh,...skh->...kgts", query, key) * jnp.asarray(dim**-0.5, compute)
+    if between is None or between.num_maps == 1:
+        logits = contract("...tkgh,...skh->...kgts", query, key)
+    else:
+        dim //= between.num_maps
+        query, key = (x.reshape(*x.shape[:-1], between.num_maps, dim) for x in (query, key))
+        logits = contract("...tkgmh,...skmh->...kgmts", query, key)
+    logits = logits * jnp.asarray(dim**-0.5, compute)
+    if between is not None:
+        logits = between.of_logits(logits.reshape(*lead, -1, tokens, key_len), contract)
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     seen = None
@@ -225,21 +248,23 @@ def _dense(queries, keys, *, causal, window, cap, precision) -> Array:
         same = (query_ids == key_ids) & (key_ids != 0)
         seen = same if seen is None else seen & same
     if seen is not None:
-        seen = seen[..., None, None, :, :]
+        seen = seen[..., None, None, :, :] if between is None else seen[..., None, :, :]
         logits = jnp.where(seen, logits, jnp.finfo(compute).min)
     weights = jax.nn.softmax(logits, axis=-1)
     if seen is not None:
         # A query with nothing to see gives 0, not an average of what it can't see.
         weights = jnp.where(seen, weights, 0)
+    if between is not None:
+        weights = between.of_weights(weights, contract).reshape(grouped)
     out = contract("...kgts,...skh->...tkgh", weights.astype(value.dtype), value)
     return out.reshape(*lead, tokens, heads, value.shape[-1]).astype(query.dtype)
 
 
-def _banded(queries, keys, block: int, behind: int, ahead: int, dense) -> Array:
+def _banded(queries, keys, block: int, behind: int, ahead: int, maps: int, dense) -> Array:
     """Windowed self-attention: a block of queries reads its own block and what the window reaches around it."""
-    batch, tokens, heads, _ = queries[0].shape
+    batch, tokens = queries[0].shape[:2]
     band = behind + block + ahead
-    slab_blocks, slabs = _slabs(batch, heads, tokens, block, behind, ahead)
+    slab_blocks, slabs = _slabs(batch, maps, tokens, block, behind, ahead)
     slab = slab_blocks * block
     padding = slabs * slab - tokens
 
@@ -292,13 +317,12 @@ def _banded(queries, keys, block: int, behind: int, ahead: int, dense) -> Array:
     return out[:, :tokens]
 
 
-def _in_pieces(queries, keys, causal_by_index: bool, dense) -> Array:
+def _in_pieces(queries, keys, causal_by_index: bool, maps: int, dense) -> Array:
     """Attention over all keys, some query rows at a time, recomputed in the backward pass."""
-    query = queries[0]
-    batch, tokens, heads, _ = query.shape
+    batch, tokens = queries[0].shape[:2]
     key_len = keys[0].shape[1]
     outputs = []
-    for start, seen, rows, firsts in _pieces(batch, heads, tokens, key_len, causal_by_index):
+    for start, seen, rows, firsts in _pieces(batch, maps, tokens, key_len, causal_by_index):
         part_keys = tuple(x if x is None else x[:, :seen] for x in keys)
 
         def attend(first: Array, rows: int = rows, part_keys: tuple = part_keys) -> Array:

@@ -21,7 +21,10 @@ from flax import linen, nnx
 from jaxtyping import Array
 
 from iha_jax.nn.attention import InterleavedHeadAttention as _InterleavedHeadAttention
+from iha_jax.nn.differential import DifferentialAttention as _DifferentialAttention
 from iha_jax.nn.multi_head import MultiHeadAttention as _MultiHeadAttention
+from iha_jax.nn.simplicial import SimplicialAttention as _SimplicialAttention
+from iha_jax.nn.talking_heads import TalkingHeadsAttention as _TalkingHeadsAttention
 
 
 def InterleavedHeadAttention(
@@ -44,6 +47,27 @@ def MultiHeadAttention(
 ) -> nnx.bridge.ToLinen:
     """A Linen module of `iha_jax.MultiHeadAttention`; arguments as in `InterleavedHeadAttention`."""
     return _to_linen(_MultiHeadAttention, num_heads, in_features, partitioned, name, options)
+
+
+def TalkingHeadsAttention(
+    num_heads: int, in_features: int, *, partitioned: bool = False, name: str | None = None, **options: Any
+) -> nnx.bridge.ToLinen:
+    """A Linen module of `iha_jax.nn.TalkingHeadsAttention`; arguments as in `InterleavedHeadAttention`."""
+    return _to_linen(_TalkingHeadsAttention, num_heads, in_features, partitioned, name, options)
+
+
+def DifferentialAttention(
+    num_heads: int, in_features: int, *, partitioned: bool = False, name: str | None = None, **options: Any
+) -> nnx.bridge.ToLinen:
+    """A Linen module of `iha_jax.nn.DifferentialAttention`; arguments as in `InterleavedHeadAttention`."""
+    return _to_linen(_DifferentialAttention, num_heads, in_features, partitioned, name, options)
+
+
+def SimplicialAttention(
+    num_heads: int, in_features: int, *, partitioned: bool = False, name: str | None = None, **options: Any
+) -> nnx.bridge.ToLinen:
+    """A Linen module of `iha_jax.nn.SimplicialAttention`; arguments as in `InterleavedHeadAttention`."""
+    return _to_linen(_SimplicialAttention, num_heads, in_features, partitioned, name, options)
 
 
 def _to_linen(

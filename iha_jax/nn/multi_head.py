@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from iha_jax.nn.between_heads import BetweenHeads
 from iha_jax.nn.dot_product import dot_product_attention
 from iha_jax.nn.parameters import Initializer, default_bias_init, default_kernel_init
 from iha_jax.nn.projections import AttentionProjections
@@ -70,7 +71,7 @@ class MultiHeadAttention(AttentionProjections):
           ValueError: for options that contradict each other; both values are named.
         """
         if not isinstance(causal, bool):
-            raise ValueError(f"causal must be True or False for MultiHeadAttention, got {causal!r}.")
+            raise ValueError(f"causal must be True or False for {type(self).__name__}, got {causal!r}.")
         super().__init__(
             num_heads,
             in_features,
@@ -100,11 +101,16 @@ class MultiHeadAttention(AttentionProjections):
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         compute = jnp.promote_types(x.dtype, jnp.float32)
-        return apply_rope(x, *rope_tables(positions[:, :, None], self.rope, self.head_dim, dtype=compute))
+        tables = rope_tables(positions[:, :, None], self.rope, self.head_dim // self.num_maps, dtype=compute)
+        return self._each_map(lambda x: apply_rope(x, *tables), x)
 
     def _to_cache(self, key: Float[Array, "B t K H"], positions: Int[Array, "B t"]) -> Float[Array, "B t K H"]:
         # A key's rotation depends on its own position only: rotated once, it need not be again at every step.
         return self._rotate(key, positions)
+
+    def _between(self) -> BetweenHeads | None:
+        """What becomes of attention maps between the heads: nothing, here."""
+        return None
 
     def _attend(
         self,
@@ -133,4 +139,5 @@ class MultiHeadAttention(AttentionProjections):
             key_segment_ids=key_segment_ids,
             logits_soft_cap=self.logits_soft_cap,
             precision=self.precision,
+            between=self._between(),
         )

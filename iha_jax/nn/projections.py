@@ -1,6 +1,7 @@
 """What interleaved and plain attention layers share: projections in and out, and decoding with a cache."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,22 @@ from iha_jax.nn.cache import AttentionCache
 from iha_jax.nn.norms import RMSNorm
 from iha_jax.nn.parameters import Initializer, compute_dtype, kernel, parameter, require_positive, split_keys
 from iha_jax.ops.rope import Rope
+from iha_jax.sharding import LogicalAxes
 
-_HEADS = ("batch", "sequence", "heads", None)
-_KV_HEADS = ("batch", "sequence", "kv_heads", None)
+_HEADS: LogicalAxes = ("batch", "sequence", "heads", None)
+_KV_HEADS: LogicalAxes = ("batch", "sequence", "kv_heads", None)
 
 
 class AttentionProjections(nnx.Module):
     """Query, key, value and output projections, and the walk along a cache; subclasses say how heads attend.
 
     A subclass implements `_attend`; it may override `_to_cache`, what a key goes through before it is stored.
+
+    Attributes:
+      num_maps: attention maps of a head; queries and keys of H are so many vectors side by side.
     """
+
+    num_maps: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -66,8 +73,13 @@ class AttentionProjections(nnx.Module):
             require_positive(kind, window=window)
         if rope is not None and not isinstance(rope, Rope):
             raise ValueError(f"{kind}: rope must be an iha_jax.Rope or None, got {type(rope).__name__}.")
-        if rope is not None and head_dim % 2:
-            raise ValueError(f"{kind}: rope rotates pairs and needs an even head dimension, got head_dim={head_dim}.")
+        if head_dim % self.num_maps:
+            raise ValueError(f"{kind}: head_dim={head_dim} must be a multiple of its {self.num_maps} maps.")
+        if rope is not None and head_dim // self.num_maps % 2:
+            raise ValueError(
+                f"{kind}: rope rotates pairs and needs an even head dimension, got head_dim={head_dim}"
+                + (f" for {self.num_maps} maps." if self.num_maps > 1 else ".")
+            )
         if logits_soft_cap is not None and not logits_soft_cap > 0:
             raise ValueError(f"{kind}: logits_soft_cap must be > 0 or None, got {logits_soft_cap}.")
 
@@ -101,7 +113,7 @@ class AttentionProjections(nnx.Module):
         self.out_bias = bias("out_bias", (out_features,), ("norm",), use_output_bias)
 
         def norm() -> RMSNorm | None:
-            return RMSNorm(h, param_dtype=param_dtype, axis="head_dim") if normalize_qk else None
+            return RMSNorm(h // self.num_maps, param_dtype=param_dtype, axis="head_dim") if normalize_qk else None
 
         self.query_norm, self.key_norm = norm(), norm()
 
@@ -165,7 +177,7 @@ class AttentionProjections(nnx.Module):
         """
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        return AttentionCache.create(batch_size, max_length, self.num_kv_heads, self.head_dim, dtype, self.window)
+        return AttentionCache.create(batch_size, max_length, self.num_kv_heads, self._cached_dim, dtype, self.window)
 
     def decode(
         self,
@@ -194,7 +206,7 @@ class AttentionProjections(nnx.Module):
         self._check_input("x", x, self.in_features)
         if self.causal in (None, False):
             raise ValueError(f"decoding needs a causal layer, but this one has causal={self.causal!r}.")
-        expected = (x.shape[0], self.num_kv_heads, self.head_dim, self.window)
+        expected = (x.shape[0], self.num_kv_heads, self._cached_dim, self.window)
         given = (cache.key.shape[0], *cache.key.shape[2:], cache.window)
         if given != expected:
             raise ValueError(
@@ -261,18 +273,31 @@ class AttentionProjections(nnx.Module):
         """Base heads ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,H]``, normalised where asked, not yet rotated."""
         dtype = compute_dtype(self.dtype, x, self.query_kernel[...])
         x, source = x.astype(dtype), source.astype(dtype)
-
-        def project(x: Array, weight: nnx.Param, bias: nnx.Param | None, axes: tuple[str | None, ...]) -> Array:
-            weights = weight[...].astype(dtype)
-            y = sharding.einsum("btd,dnh->btnh", x, weights, axes=axes, precision=self.precision)
-            return y if bias is None else y + bias[...].astype(dtype)[None, None]
-
-        query = project(x, self.query_kernel, self.query_bias, _HEADS)
-        key = project(source, self.key_kernel, self.key_bias, _KV_HEADS)
-        value = project(source, self.value_kernel, self.value_bias, _KV_HEADS)
+        query = self._inward(x, self.query_kernel, self.query_bias, _HEADS)
+        key = self._inward(source, self.key_kernel, self.key_bias, _KV_HEADS)
+        value = self._inward(source, self.value_kernel, self.value_bias, _KV_HEADS)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self._each_map(self.query_norm, query), self._each_map(self.key_norm, key)
         return query, key, value
+
+    def _inward(
+        self, x: Float[Array, "B T D"], weight: nnx.Param, bias: nnx.Param | None, axes: LogicalAxes = _KV_HEADS
+    ) -> Array:
+        """Heads of x in x's dtype, ``[B, T, N, H]``."""
+        y = sharding.einsum("btd,dnh->btnh", x, weight[...].astype(x.dtype), axes=axes, precision=self.precision)
+        return y if bias is None else y + bias[...].astype(x.dtype)[None, None]
+
+    def _each_map(self, function: Callable[[Array], Array], x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Applies to the vectors that lie side by side in a head what applies to a vector."""
+        if self.num_maps == 1:
+            return function(x)
+        # Cut, not reshaped: a mesh may split the heads, and an explicit one then refuses to merge axes with them.
+        return jnp.concatenate([function(part) for part in jnp.split(x, self.num_maps, axis=-1)], axis=-1)
+
+    @property
+    def _cached_dim(self) -> int:
+        """Size of a key and of a value as the cache keeps them."""
+        return self.head_dim
 
     def _output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T Do"]:
         weights = self.out_kernel[...].astype(heads.dtype)

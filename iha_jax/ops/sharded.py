@@ -98,10 +98,12 @@ def attend_sharded(
     key_positions: Array | None,
     query_segment_ids: Array | None,
     key_segment_ids: Array | None,
+    whole: Any = None,
 ) -> Array:
     """Runs ``attend`` on every device's part; arguments and result are whole arrays laid out on the mesh.
 
-    Without mixing it is plain attention: heads are independent of each other.
+    Without mixing it is plain attention: heads are independent of each other. ``whole``, where given, is a pytree of
+    arrays that every device needs whole; ``attend`` gets it under this name.
     """
     aligned = query.shape[1] == key.shape[1] and (key_positions is None or key_positions is query_positions)
     if query_positions is not None and query_segment_ids is not None:
@@ -121,7 +123,10 @@ def attend_sharded(
     heads, kv_heads = (axes or None for axes in (layout.heads, layout.kv_heads))
     across = mixing is not None and mixing.collapse.ndim == 3
 
-    def local(query: Array, key: Array, value: Array, mixing: HeadMixing | None, integers: dict[str, Array]) -> Array:
+    def local(
+        query: Array, key: Array, value: Array, mixing: HeadMixing | None, integers: dict[str, Array], whole: Any
+    ) -> Array:
+        own_attend = attend if whole is None else functools.partial(attend, whole=whole)
         if mixing is None:
             key, value = (_own_kv_heads(x, 2, layout) for x in (key, value))
         else:
@@ -130,20 +135,20 @@ def attend_sharded(
             query = _gather(query, layout.heads, 2)
             key, value = (_gather(x, layout.kv_heads, 2) for x in (key, value))
         if layout.shards == 1:
-            out = attend(query, key, value, mixing, **integers)
+            out = own_attend(query, key, value, mixing, **integers)
         else:
             integers = _filled(integers, layout, query, key)
             if band is not None:
-                out = _with_halo(attend, layout, band.left, band.right, query, key, value, mixing, integers)
+                out = _with_halo(own_attend, layout, band.left, band.right, query, key, value, mixing, integers)
             else:
                 for_keys = {k: _gather(x, layout.sequence, 1) for k, x in integers.items() if k.startswith("key")}
                 key, value = (_gather(x, layout.sequence, 1) for x in (key, value))
                 integers = {**integers, **for_keys}
                 hands = _hands(query.shape[1], layout.shards) if aligned and causal is not None else 0
                 if hands:
-                    out = _dealt(attend, layout, hands, query, key, value, mixing, integers)
+                    out = _dealt(own_attend, layout, hands, query, key, value, mixing, integers)
                 else:
-                    out = attend(query, key, value, mixing, **integers)
+                    out = own_attend(query, key, value, mixing, **integers)
         if across and layout.parts > 1:
             # Every device's heads add to every output head; the sum leaves each device its own outputs.
             out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
@@ -158,8 +163,10 @@ def attend_sharded(
         value=PartitionSpec(None, kv_heads, None),  # pyright: ignore[reportArgumentType]
         collapse=PartitionSpec(None, heads, None) if across else PartitionSpec(heads, None),  # pyright: ignore[reportArgumentType]
     )
-    operands = (query, key, value, mixing, integers)
-    specs = (of_heads, of_kv_heads, of_kv_heads, of_mixing, dict.fromkeys(integers, PartitionSpec(batch, sequence)))
+    operands = (query, key, value, mixing, integers, whole)
+    of_integers = dict.fromkeys(integers, PartitionSpec(batch, sequence))
+    of_whole = jax.tree.map(lambda _: PartitionSpec(), whole)
+    specs = (of_heads, of_kv_heads, of_kv_heads, of_mixing, of_integers, of_whole)
     operands = jax.tree.map(sharding.lay_out, operands, specs)
     # The kernels' interpreter does not say over which axes its results vary.
     return jax.shard_map(local, in_specs=specs, out_specs=of_heads, check_vma=False)(*operands)
@@ -208,6 +215,20 @@ program of its own."""
 def _hands(tokens: int, shards: int) -> int:
     """Into how many hands a device deals its tokens, each to all devices; 0 if they can't be dealt evenly."""
     return next((n for n in range(-(-_RANGES // shards), 0, -1) if tokens % (n * shards) == 0), 0)
+
+
+def pieces_of_causal(tokens: int, shards: int) -> list[tuple[int, int]]:
+    """What one device computes of a causal global layer: queries and keys of each piece.
+
+    Args:
+      tokens: of one device.
+      shards: devices along the sequence.
+    """
+    hands = _hands(tokens, shards)
+    if not hands:
+        return [(tokens, tokens * shards)]
+    ranges = hands * shards
+    return [(tokens // ranges, (i + 1) * tokens // hands) for i in range(ranges)]
 
 
 def _dealt(

@@ -2,6 +2,8 @@
 
 *Model FLOPs* count what the mathematics asks for: visible pairs of pseudo-query and pseudo-key, the three mixings,
 the collapse and the projections, as Algorithm 1 has them. They compare models, and give MFU.
+The *full* count is the same with whole squares instead of visible pairs, T² for global layers and T·W for windows: how
+the paper counts, and so what its statements about matched FLOPs are in (`paper.md` section 2).
 *Executed FLOPs* count what the chosen implementation's tiles compute: masked pairs and padding included, the cheap
 forms of `paper.md` section 7 accounted for, and everything that the backward pass recomputes; on a TPU those of the
 fused kernels, on a mesh those of all devices together.
@@ -10,13 +12,18 @@ rotations are not counted, as is usual: executed FLOPs are those of matrix produ
 """
 
 import dataclasses
+from typing import Literal
 
 from iha_jax.models.config import AttentionKind, ModelConfig
 from iha_jax.nn.dot_product import computed_pairs
 from iha_jax.nn.mlp import GATED
+from iha_jax.nn.simplicial import computed_triples
 from iha_jax.ops import forms, pallas_tpu_cost
 from iha_jax.ops.block_sizes import band_of
+from iha_jax.ops.sharded import pieces_of_causal
 from iha_jax.ops.types import Causal
+
+Pairs = Literal["visible", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +32,8 @@ class ModelFlops:
 
     Attributes:
       projections: query, key, value and output.
-      mixing: the three mixings; 0 for plain attention.
-      scores: visible pairs times head dimension.
+      mixing: the three mixings of IHA; the two of talking heads, of every pair's logits and weights; else 0.
+      scores: pairs (triples, for 2-simplicial attention) times head dimension.
       values: likewise with values.
       collapse: of pseudo-outputs.
       mlp: the feed-forward network.
@@ -58,7 +65,8 @@ class LayerAccount:
       kind: of attention.
       layers: how many there are.
       parameters: of one layer.
-      model: forward FLOPs of one layer for one sequence.
+      model: forward FLOPs of one layer for one sequence, by visible pairs.
+      full: likewise, by whole squares.
       executed_forward: FLOPs that one layer's forward pass computes, per sequence.
       executed_training: the same for forward and backward pass together.
     """
@@ -67,6 +75,7 @@ class LayerAccount:
     layers: int
     parameters: int
     model: ModelFlops
+    full: ModelFlops
     executed_forward: float
     executed_training: float
 
@@ -104,6 +113,16 @@ class Account:
     def model_training_per_token(self) -> float:
         """Model FLOPs of a training step: the backward pass counts twice the forward pass."""
         return 3 * self.model_forward_per_token
+
+    @property
+    def full_forward_per_token(self) -> float:
+        """FLOPs of a forward pass by the full count."""
+        return (sum(entry.layers * entry.full.total for entry in self.layers) + self.logits) / self.tokens
+
+    @property
+    def full_training_per_token(self) -> float:
+        """FLOPs of a training step by the full count."""
+        return 3 * self.full_forward_per_token
 
     @property
     def attention_forward_per_token(self) -> float:
@@ -178,18 +197,59 @@ def visible_pairs(tokens: int, causal: Causal, window: int | None, pseudo: int =
     return pseudo**2 * (back if causal is not None else 2 * back - tokens)
 
 
-def model_flops(config: ModelConfig, kind: AttentionKind, tokens: int) -> ModelFlops:
-    """Forward FLOPs of one layer for one sequence, as Algorithm 1 (or plain attention) is written."""
+def visible_triples(tokens: int, window: int | None) -> int:
+    """Pairs of keys that causal queries see, per head, in one sequence: what 2-simplicial attention attends to.
+
+    Args:
+      tokens: T.
+      window: W in tokens, or None.
+    """
+    reach = tokens if window is None else min(window, tokens)
+    return reach * (reach + 1) * (2 * reach + 1) // 6 + (tokens - reach) * reach**2
+
+
+def full_pairs(tokens: int, window: int | None, pseudo: int = 1) -> int:
+    """Pairs by the full count: every query with as many keys as its window holds, or all.
+
+    Args:
+      tokens: T.
+      window: W in tokens, or None.
+      pseudo: P; 1 for plain attention.
+    """
+    return tokens * (tokens if window is None else min(window, tokens)) * pseudo**2
+
+
+def model_flops(config: ModelConfig, kind: AttentionKind, tokens: int, count: Pairs = "visible") -> ModelFlops:
+    """Forward FLOPs of one layer for one sequence, as its algorithm is written.
+
+    Args:
+      config: the model's.
+      kind: of attention.
+      tokens: T.
+      count: of pairs.
+    """
     n, k, h, p = config.num_heads, config.kv_heads, config.dim_per_head, config.pseudo_heads
-    iha = kind == "iha"
-    pairs = visible_pairs(tokens, config.iha.causal if iha else "token", config.window(kind), p if iha else 1)
-    collapse = n if config.iha.collapse == "per_head" else n * n
+    window, iha = config.window(kind), kind == "iha"
+    if kind == "simplicial":
+        reach = tokens if window is None else min(window, tokens)
+        pairs = visible_triples(tokens, window) if count == "visible" else tokens * reach**2
+    elif count == "full":
+        pairs = full_pairs(tokens, window, p if iha else 1)
+    else:
+        pairs = visible_pairs(tokens, config.iha.causal if iha else "token", window, p if iha else 1)
+    mixing = collapse = 0
+    if iha:
+        mixing = 2 * tokens * p * h * (n * n + 2 * k * k)
+        collapse = 2 * tokens * (n if config.iha.collapse == "per_head" else n * n) * p * h
+    elif kind == "talking_heads":
+        mixing = 2 * 2 * pairs * n * n
+    key_value_pairs = 2 if kind == "simplicial" else 1
     return ModelFlops(
-        projections=2 * tokens * config.model_dim * h * (2 * n + 2 * k),
-        mixing=2 * tokens * p * h * (n * n + 2 * k * k) if iha else 0,
+        projections=2 * tokens * config.model_dim * h * (2 * n + 2 * k * key_value_pairs),
+        mixing=mixing,
         scores=2 * pairs * n * h,
         values=2 * pairs * n * h,
-        collapse=2 * tokens * collapse * p * h if iha else 0,
+        collapse=collapse,
         mlp=2 * tokens * config.model_dim * config.hidden_dim * _mlp_matrices(config),
     )
 
@@ -210,6 +270,7 @@ def _layer(
         layers=config.layer_kinds.count(kind),
         parameters=_layer_parameters(config, kind),
         model=model,
+        full=model_flops(config, kind, tokens, "full"),
         executed_forward=forward,
         executed_training=training,
     )
@@ -220,6 +281,10 @@ def _executed_core(
 ) -> tuple[float, float]:
     """FLOPs per sequence of the attention between the projections: of the forward pass, and of both passes."""
     n, h, iha = config.num_heads, config.dim_per_head, kind == "iha"
+    if kind == "simplicial":
+        triples, recomputed = computed_triples(batch, n, tokens)
+        product = 2 * triples * n * h
+        return 2 * product, (6 + 2 * recomputed) * product
     if iha and config.iha.implementation == "reference":
         exact = model_flops(config, kind, tokens)
         forward = exact.mixing + exact.collapse + 2 * 2 * (tokens * config.pseudo_heads) ** 2 * n * h
@@ -227,24 +292,39 @@ def _executed_core(
     # One device's part; all parts do the same.
     share = split.rows * split.tokens * split.heads / batch
     rows, heads = -(-batch // split.rows), n // split.heads
-    window, length, keys = config.window(kind), tokens // split.tokens, tokens
-    band = band_of(config.iha.causal if iha else "token", window)
+    causal, window, length = (config.iha.causal if iha else "token"), config.window(kind), tokens // split.tokens
+    band = band_of(causal, window)
+    pieces = [(length, tokens)]
     if split.tokens > 1 and band is not None and band.left + band.right < tokens:
-        length = length + band.left + band.right  # the halo, queries included
-    if split.tokens == 1 or band is not None:
-        keys = length
-    if not iha:
-        pairs, recomputed = computed_pairs(rows, heads, length, length == keys, window, keys)
-        product = 2 * pairs * rows * heads * h * share
-        return 2 * product, (6 + recomputed) * product
+        pieces = [(length + band.left + band.right,) * 2]  # the halo, queries included
+    elif split.tokens > 1 and causal is not None:
+        pieces = pieces_of_causal(length, split.tokens)
+    forward = training = 0.0
+    for queries, keys in pieces:
+        if iha:
+            found = _executed_iha(config, rows, heads, queries, keys, fused)
+        else:
+            pairs, recomputed = computed_pairs(rows, heads, queries, queries == keys, window, keys)
+            product = 2 * pairs * rows * heads * h
+            mixing = 2 * 2 * pairs * rows * heads * n if kind == "talking_heads" else 0
+            found = 2 * product + mixing, (6 + recomputed) * product + (3 + recomputed) * mixing
+        forward, training = forward + found[0] * share, training + found[1] * share
+    return forward, training
+
+
+def _executed_iha(
+    config: ModelConfig, rows: int, heads: int, queries: int, keys: int, fused: bool
+) -> tuple[float, float]:
+    """FLOPs of one call of the operation: of the forward pass, and of both passes."""
+    n, k, h = config.num_heads, config.kv_heads, config.dim_per_head
     problem = forms.Problem(
         batch=rows,
-        query_len=length,
+        query_len=queries,
         key_len=keys,
         heads=heads,
-        kv_heads=max(1, config.kv_heads // split.heads),
+        kv_heads=max(1, k * heads // n),
         sources=n,
-        kv_sources=config.kv_heads,
+        kv_sources=k,
         head_dim=h,
         value_dim=h,
         pseudo=config.pseudo_heads,
@@ -254,13 +334,13 @@ def _executed_core(
             config.rope is not None and config.iha.rope_positions == "virtual" and config.pseudo_heads > 1
         ),
         across_heads=config.iha.collapse == "across_heads",
-        aligned=length == keys,
+        aligned=queries == keys,
     )
     if fused and (found := pallas_tpu_cost.flops_of(problem, config.dtype)) is not None:
         forward, backward = found
-        return forward * share, (forward + backward) * share
+        return forward, forward + backward
     products = forms.products(problem, *forms.choose(problem))
-    return sum(p.flops for p in products) * share, sum(p.training_flops for p in products) * share
+    return sum(p.flops for p in products), sum(p.training_flops for p in products)
 
 
 def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:
@@ -271,6 +351,12 @@ def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:
         count += h * (n + 2 * k) + d + f * ups + d
     if config.normalize_qk:
         count += 2 * h
+    if kind == "talking_heads":
+        count += 2 * n * n
+    if kind == "differential":
+        count += 4 * h + 2 * h + 1  # the vectors of λ, the norm of heads of 2 H, λ's start
+    if kind == "simplicial":
+        count += 2 * k * h * (d + config.use_bias)
     if kind == "iha":
         collapse = n if config.iha.collapse == "per_head" else n * n
         count += config.pseudo_heads * (n * n + 2 * k * k + collapse)

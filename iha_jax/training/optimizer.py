@@ -17,8 +17,9 @@ Params = dict[str, Array]
 # Kinds of parameters, by the last names of their paths. Paths rather than numbers of axes: a stack of layers
 # adds an axis to every parameter.
 _KINDS: tuple[tuple[str, str], ...] = (
-    ("mixing", r"(^|\.)(mixing_(query|key|value)|collapse)$"),
-    ("norm", r"(^|\.)([a-z_0-9]*norm[a-z_0-9]*\.[a-z_]+|scale)$"),
+    ("mixing", r"(^|\.)(mixing_(query|key|value)|collapse|talking_(logits|weights))$"),
+    # Differential attention's λ scales a map as a norm's parameters scale features.
+    ("norm", r"(^|\.)([a-z_0-9]*norm[a-z_0-9]*\.[a-z_]+|scale|lambda_[a-z_0-9]+)$"),
     ("bias", r"(^|[._])bias$"),
     ("embedding", r"(^|\.)(table|head_kernel)$"),
 )

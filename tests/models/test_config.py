@@ -47,6 +47,7 @@ def test_gated_and_ungated_defaults_are_of_one_size():
         ({"dropout": 1.0}, "got 1.0"),
         ({"logits_soft_cap": 0.0}, "got 0.0"),
         ({"iha": IHAConfig(init="exact")}, "rope_positions"),
+        ({"pattern": ("differential",), "num_kv_heads": 1}, "num_heads=8 and num_kv_heads=1"),
     ],
 )
 def test_contradictions_are_named(options, message):

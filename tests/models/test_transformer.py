@@ -71,6 +71,26 @@ def test_scanned_and_unrolled_are_one_model(unrolled, logits):
     chex.assert_trees_all_close(stack_parameters(gradients(unrolled), config), gradients(scanned), atol=2e-6, rtol=1e-5)
 
 
+def test_a_decoder_of_baselines():
+    """Scanned or not it is one model, each layer with the λ of its own depth; it decodes, and sees no future."""
+    config = dataclasses.replace(CONFIG, pattern=("differential", "talking_heads", "simplicial"), num_layers=7)
+    model, scanned = (
+        Transformer(dataclasses.replace(config, scan_layers=scan), rngs=nnx.Rngs(0)) for scan in (False, True)
+    )
+    chex.assert_trees_all_close(stack_parameters(parameters(model), config), parameters(scanned), atol=1e-6)
+    for layer in (0, 3, 6):
+        expected = 0.8 - 0.6 * np.exp(-0.3 * layer)
+        np.testing.assert_allclose(model.layers[layer].attention.lambda_init[...], expected, rtol=1e-6)
+    logits = functional(scanned)(tokens())
+    chex.assert_trees_all_close(functional(model)(tokens()), logits, atol=5e-6)
+    changed = functional(scanned)(tokens().at[:, 6].add(1) % CONFIG.vocab_size)
+    chex.assert_trees_all_equal(changed[:, :6], logits[:, :6])
+    step, cache = functional(scanned, "decode"), scanned.init_cache(B, T)
+    y, cache = step(tokens()[:, :10], cache)
+    z, cache = step(tokens()[:, 10:], cache)
+    chex.assert_trees_all_close(jnp.concatenate([y, z], axis=1), logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding_in_chunks_equals_the_call(unrolled, logits, scan):
     model = Transformer(dataclasses.replace(CONFIG, scan_layers=scan), rngs=nnx.Rngs(0)) if scan else unrolled

@@ -4,9 +4,12 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.serialization import from_json, to_json
+
+T = TypeVar("T")
 
 _USAGE = """usage: python train.py CONFIG [--NAME VALUE ...] [--print-config]
 
@@ -61,14 +64,28 @@ def load(path: str) -> TrainConfig:
         raise FileNotFoundError(f"no config at {path!r}: expected a .py or .json file, or a run's directory")
     if file.suffix == ".json":
         return from_json(TrainConfig, file.read_text())
+    return config_in(file, TrainConfig)
+
+
+def config_in(file: pathlib.Path, kind: type[T]) -> T:
+    """What a Python file calls ``CONFIG``.
+
+    Args:
+      file: a Python file that exists.
+      kind: what its ``CONFIG`` must be.
+
+    Raises:
+      ValueError: it isn't a Python file, or has no such ``CONFIG``.
+    """
     spec = importlib.util.spec_from_file_location(f"iha_jax_config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path!r} isn't a Python file")
+        raise ValueError(f"{str(file)!r} isn't a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = getattr(module, "CONFIG", None)
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{path!r} must define CONFIG, a TrainConfig, got {type(config).__name__}")
+    if not isinstance(config, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"{str(file)!r} must define CONFIG, {article} {kind.__name__}, got {type(config).__name__}")
     return config
 
 

@@ -1,0 +1,60 @@
+"""Files that are whole or not there: results, and the state of a run."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_META = "meta"
+
+
+def write_atomically(file: pathlib.Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Has a file written under another name and renames it: whatever happens, the file is the old or the new one.
+
+    Args:
+      file: where it goes; its directory exists.
+      write: is given the open file.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(file: pathlib.Path, text: str) -> None:
+    """The same with a text, in UTF-8."""
+    write_atomically(file, lambda stream: stream.write(text.encode()))
+
+
+def save_snapshot(file: pathlib.Path, state: Any, meta: dict[str, Any]) -> None:
+    """Keeps a pytree of arrays and some JSON values."""
+    arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    arrays[_META] = np.asarray(json.dumps(meta))
+    write_atomically(file, lambda stream: np.savez(stream, **arrays))
+
+
+def load_snapshot(file: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]] | None:
+    """What `save_snapshot` kept, on the device; None if there is no such file.
+
+    Raises:
+      ValueError: the arrays aren't those of ``like``.
+    """
+    if not file.exists():
+        return None
+    leaves, structure = jax.tree.flatten(like)
+    with np.load(file) as arrays:
+        found = [arrays[str(i)] for i in range(len(arrays.files) - 1)]
+        meta = json.loads(str(arrays[_META]))
+    if [x.shape for x in found] != [x.shape for x in leaves]:
+        raise ValueError(f"{file} is a snapshot of another model: delete it, or choose another output directory")
+    return jax.tree.unflatten(structure, [jnp.asarray(x) for x in found]), meta

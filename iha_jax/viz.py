@@ -1,0 +1,106 @@
+"""Looking inside: the patterns of attention that a layer makes of an input, and what its mixing tensors do."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from iha_jax.nn.attention import InterleavedHeadAttention
+from iha_jax.nn.projections import AttentionProjections
+from iha_jax.ops.api import interleaved_head_attention
+from iha_jax.ops.mixing import HeadMixing
+
+
+def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Float[Array, "count R C"]]:
+    """The maps of attention of one input.
+
+    The operation itself is asked, with one-hot values: the output is then the weight of every key. So positions,
+    windows and causality are the layer's own.
+
+    Args:
+      layer: any attention layer whose heads weigh values; self-attention is looked at.
+      x: one input.
+
+    Returns:
+      "effective" ``[N, T, T]``: what a head's output has of each token's values, all source heads together, after
+      mixing and collapse (rows need not sum to 1). For IHA also "pseudo" ``[N, T P, T P]``: the softmax weights of
+      pseudo-query (t, p), row ``t * P + p``, on pseudo-key (s, r), column ``s * P + r``.
+
+    Raises:
+      ValueError: more than one input.
+    """
+    if x.ndim != 3 or x.shape[0] != 1:
+        raise ValueError(f"attention_patterns looks at one input, [1, tokens, features], got shape {x.shape}.")
+    query, key, value = layer._project(x, x)
+    tokens = x.shape[1]
+    one_hot = jnp.broadcast_to(jnp.eye(tokens, dtype=value.dtype)[None, :, None], (1, tokens, value.shape[2], tokens))
+    # One segment, said aloud: plain attention's shortest path takes values of the keys' size only.
+    ids = jnp.ones((1, tokens), jnp.int32)
+    effective = layer._attend(
+        query, key, one_hot, query_positions=None, key_positions=None, query_segment_ids=ids, key_segment_ids=ids
+    )
+    patterns = {"effective": jnp.moveaxis(effective[0], 1, 0)}
+    if isinstance(layer, InterleavedHeadAttention):
+        patterns["pseudo"] = _pseudo_patterns(layer, query, key, one_hot)
+    return patterns
+
+
+def _pseudo_patterns(layer: InterleavedHeadAttention, query: Array, key: Array, one_hot: Array) -> Array:
+    """``[N, T P, T P]``: one call for every pseudo-query, one for every pseudo-key, as a batch of mixing tensors."""
+    mixing, tokens = layer.mixing, query.shape[1]
+    n, k, p = layer.num_heads, layer.num_kv_heads, layer.num_pseudo_heads
+    one_of = jnp.eye(p, dtype=one_hot.dtype)
+
+    def weights(asked: Array, read: Array) -> Array:
+        """Of one pseudo-query and -key, ``[T, N, S]``: only their output and their values count."""
+        chosen = HeadMixing(
+            query=mixing.query,
+            key=mixing.key,
+            value=jnp.eye(k, dtype=one_hot.dtype)[:, :, None] * read[None, None],
+            collapse=jnp.broadcast_to(asked[None], (n, p)),
+        )
+        return interleaved_head_attention(
+            query,
+            key,
+            one_hot,
+            chosen,
+            causal=layer.causal,  # pyright: ignore[reportArgumentType]
+            window=layer.window,
+            rope=layer.rope,
+            logits_soft_cap=layer.logits_soft_cap,
+            precision=layer.precision,
+            implementation="reference",
+        )[0]
+
+    pairs = jax.lax.map(lambda asked: jax.lax.map(lambda read: weights(asked, read), one_of), one_of)  # [P,P,T,N,S]
+    return jnp.transpose(pairs, (3, 2, 0, 4, 1)).reshape(n, tokens * p, tokens * p)
+
+
+class MixingSummary(NamedTuple):
+    """Numbers about one mixing tensor.
+
+    Attributes:
+      from_copy: root-mean-square distance of the entries from ``mix[m, h, p] = 1(m == h)``.
+      spread: root mean square over heads of the standard deviation over p; 0 if all pseudo-heads are alike.
+      effective_rank: of the matrix ``[M, N P]``: the exponential of the entropy of its normalised squared singular
+        values; M if all sources matter alike, 1 if all pseudo-heads are multiples of one mixture.
+    """
+
+    from_copy: float
+    spread: float
+    effective_rank: float
+
+
+def mixing_summary(tensor: Float[Array, "M N P"] | np.ndarray) -> MixingSummary:
+    """How far a mixing tensor is from copying, how pseudo-heads differ, and how many sources it uses."""
+    values = np.asarray(tensor, np.float64)
+    heads, made, pseudo = values.shape
+    energy = np.linalg.svd(values.reshape(heads, made * pseudo), compute_uv=False) ** 2
+    share = energy[energy > 0] / energy.sum()
+    return MixingSummary(
+        from_copy=float(np.sqrt(np.mean((values - np.eye(heads, made)[:, :, None]) ** 2))),
+        spread=float(np.sqrt(np.mean(values.var(axis=2)))),
+        effective_rank=float(np.exp(-(share * np.log(share)).sum())),
+    )

@@ -1,0 +1,1 @@
+"""Planning a TPU run ahead of time, and launching it."""

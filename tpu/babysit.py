@@ -1,4 +1,4 @@
-"""Keeping a run alive: asks for the queued resource, sets it up, launches, watches, and begins again when it is lost."""
+"""Keeping a run alive: asks for the resource, sets it up, launches, watches, and begins again when it is lost."""
 
 import dataclasses
 import os

@@ -15,7 +15,7 @@ def check_run(run: str) -> str:
     """
     if not _RUN.fullmatch(run) or len(run) > 40:
         raise ValueError(
-            f"a run's name must be at most 40 of a-z, 0-9 and '-', begin with a letter and not end with '-', got {run!r}"
+            f"a run's name must be at most 40 of a-z, 0-9 and '-', begin with a letter and not end in '-', got {run!r}"
         )
     return run
 

@@ -1,4 +1,4 @@
-"""A run on Google Kubernetes Engine: ``python -m tpu.gke NAME --tpu v6e:4x4 --image IMAGE -- CONFIG ... > jobset.yaml``.
+"""A run on Google Kubernetes Engine: ``python -m tpu.gke NAME --tpu v6e:4x4 --image IMAGE -- CONFIG ...``.
 
 Prints the JobSet for ``kubectl apply -f``; ``--submit`` applies it. What follows "--" are ``train.py``'s arguments.
 """

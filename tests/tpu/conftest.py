@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import pathlib
@@ -77,10 +78,8 @@ class Cloud:
     def end(self):
         """Kills what still runs."""
         for file in self.folder.glob("homes/*/*/.iha_jax/runs/*/pid"):
-            try:
+            with contextlib.suppress(ProcessLookupError, ValueError):
                 os.killpg(int(file.read_text()), signal.SIGKILL)
-            except (ProcessLookupError, ValueError):
-                pass
 
 
 @pytest.fixture

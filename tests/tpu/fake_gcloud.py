@@ -8,6 +8,7 @@
   workers: of a node.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -41,10 +42,8 @@ def homes(state):
 def power_off(state):
     for home in homes(state):
         for file in home.glob(".iha_jax/runs/*/pid"):
-            try:
+            with contextlib.suppress(ProcessLookupError, ValueError):
                 os.killpg(int(file.read_text()), signal.SIGKILL)
-            except (ProcessLookupError, ValueError):
-                pass
 
 
 def look(scenario, state):
@@ -114,7 +113,7 @@ def main(arguments):
     error = None
     group, command = arguments[2], arguments[3]
     if group == "tpu-vm":
-        seen = (look(scenario, state).split("/") + ["READY"])[1]
+        seen = ([*look(scenario, state).split("/"), "READY"])[1]
         print(json.dumps([{"name": f"projects/p/locations/z/nodes/{n}", "state": seen} for n in state["nodes"]]))
     elif command in ("ssh", "scp"):
         on_workers(arguments, scenario, state, command)

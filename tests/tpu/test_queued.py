@@ -54,7 +54,9 @@ def test_create_asks_for_several_slices(cloud):
     arguments = ["create", "r", "--zone", "z", "--tpu", "v5p:4x4x8", "--slices", "2", *options]
     assert queued.main(arguments) == 0
     (call,) = cloud.calls("create")
-    assert "--node-count=2" in call and "--node-prefix=r" in call and "--accelerator-type=v5p-256" in call
+    assert "--node-count=2" in call
+    assert "--node-prefix=r" in call
+    assert "--accelerator-type=v5p-256" in call
     assert {"--reserved", "--network=n", "--service-account=a@b", "--internal-ips", "--tags=x"} <= set(call)
     assert not any(a.startswith("--node-id") for a in call)
 
@@ -64,7 +66,8 @@ def test_create_refuses_another_one_of_the_name(cloud, capsys):
     assert queued.main(["create", "r", *ZONE, *TPU]) == 0
     assert queued.main(["create", "r", *ZONE, "--tpu", "v5e:8x8"]) == 1
     error = capsys.readouterr().err
-    assert "1 x v5p-16" in error and "1 x v5litepod-64" in error
+    assert "1 x v5p-16" in error
+    assert "1 x v5litepod-64" in error
     assert babysit(tpu=("--tpu", "v5e:8x8")) == 1
     assert len(cloud.calls("create")) == 1
 
@@ -85,7 +88,9 @@ def test_a_run_goes_from_the_queue_to_its_end(cloud, capsys):
     assert "--force" in cloud.calls("delete")[0]
     assert (cloud.folder / "homes/0/r-w1/mounts").read_text() == "gs://bkt /mnt/b\n"
     out = capsys.readouterr().out
-    assert "r: WAITING_FOR_RESOURCES" in out and "r is CREATING" in out and "has ended well on 2 workers" in out
+    assert "r: WAITING_FOR_RESOURCES" in out
+    assert "r is CREATING" in out
+    assert "has ended well on 2 workers" in out
 
 
 def test_every_node_of_a_multislice_run_works(cloud):
@@ -95,7 +100,8 @@ def test_every_node_of_a_multislice_run_works(cloud):
     assert sorted(cloud.trained()) == [(0, f"r-{node}-w{i}") for node in range(2) for i in range(2)]
     assert not cloud.calls("delete")
     ssh = cloud.calls("ssh")[0]
-    assert "--node=all" in ssh and "--worker=all" in ssh
+    assert "--node=all" in ssh
+    assert "--worker=all" in ssh
 
 
 def test_a_lost_run_begins_anew_under_the_same_id(cloud, capsys):
@@ -110,7 +116,8 @@ def test_a_lost_run_begins_anew_under_the_same_id(cloud, capsys):
     assert babysit("--spot") == 0
     assert cloud.trained() == {(life, f"r-w{i}"): EXPECTED for life in (0, 3) for i in range(2)}
     calls = cloud.calls("create")
-    assert len(calls) == 4 and all(call == calls[0] for call in calls)
+    assert len(calls) == 4
+    assert all(call == calls[0] for call in calls)
     assert len(cloud.calls("delete")) == 4
     out = capsys.readouterr().out
     assert "r is lost (r is PREEMPTED); recreations 1 of 20" in out
@@ -159,7 +166,8 @@ def test_a_failing_program_is_restarted_where_it_is(cloud, capsys):
     assert {len(arguments) // len(EXPECTED) for arguments in cloud.trained().values()} == {2}
     assert len(cloud.calls("create")) == 1
     out = capsys.readouterr().out
-    assert "step 7" in out and "restarts 1 of 5" in out
+    assert "step 7" in out
+    assert "restarts 1 of 5" in out
 
 
 def test_restarts_are_capped(cloud, capsys):
@@ -298,7 +306,9 @@ def test_run_status_logs_stop_delete(cloud, capsys):
     assert cloud.trained() == {(0, f"r-w{i}"): EXPECTED for i in range(2)}
     assert queued.main(["status", "r", *ZONE]) == 0
     out = capsys.readouterr().out
-    assert "r: ACTIVE" in out and "node r: READY" in out and "r-w1: RUNNING" in out
+    assert "r: ACTIVE" in out
+    assert "node r: READY" in out
+    assert "r-w1: RUNNING" in out
     wait_for(lambda: all("started" in p.read_text() for p in cloud.folder.glob("homes/0/*/.iha_jax/runs/r/log")))
     assert queued.main(["logs", "r", *ZONE]) == 0
     assert "r-w0: started" in capsys.readouterr().out

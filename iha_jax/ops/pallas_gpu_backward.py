@@ -56,12 +56,12 @@ def query_gradients(
     query_len, key_len = tile.lengths(spec)
     reach = spec.reach(sizes, by_query=True)
     shared = spec.heads // spec.kv_heads
-    tiles = spec.query_tokens // own
+    grid = tile.Grid(spec.heads, spec.query_tokens // own, spec.batch, last_first=spec.causal is not None)
 
     def kernel(tokens: Tokens, mixing: Mixing, d_out, zeros, statistics: Statistics, gradients: QueryGradients):
         del zeros  # they are the gradients' start, in place
-        first = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
-        query = tile.queries(spec, tokens, mixing.query, first, rows)
+        first = grid.split(pl.program_id(0))[1] * rows
+        query = tile.queries(spec, tokens, mixing.query, 0, first, rows)
         d_pseudo = tile.per_pseudo(spec, d_out[...])
 
         def step(key_row, masked, carry):
@@ -93,7 +93,7 @@ def query_gradients(
         mean = mean * over
         statistics.total[...] = jnp.where(total > 0, top - jnp.log2(over), tile.NOTHING_SEEN)
         statistics.mean[...] = mean
-        factor = (spec.scale * over * mixing.collapse[pl.ds(0, rows)])[:, None]
+        factor = (spec.scale * over * mixing.collapse[0, pl.ds(0, rows)])[:, None]
         mean = mean[:, None]
         gradient = tuple(factor * (x - mean * y) for x, y in zip(with_gradient, without, strict=True))
         if spec.rotated:
@@ -107,18 +107,17 @@ def query_gradients(
         jnp.zeros((spec.heads, spec.pseudo, mixing.query.shape[2]), F32),
     )
     per_row = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.query_tokens * spec.pseudo), F32)
-    row_block = pl.BlockSpec((None, None, rows), lambda h, i, b: (b, h, tiles - 1 - i))
-    zero_specs = QueryGradients(tile.token_block(*zeros.query.shape[1:]), tile.head_block(zeros.mixing))
-    mixing_specs = tile.mixing_specs(mixing, lambda h: h, lambda h: lax.div(h, shared))
+    row_block = grid.block((None, None, rows), lambda h, i, b: (b, h, i))
+    zero_specs = QueryGradients(grid.row(zeros.query), grid.head(zeros.mixing))
     operands = tokens, mixing, d_out
-    statistics, gradients = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         out_shape=(Statistics(per_row, per_row), tile.shapes(zeros)),
-        grid=(spec.heads, tiles, spec.batch),
+        grid=grid.shape,
         in_specs=[
-            tile.token_specs(tokens),
-            mixing_specs,
-            pl.BlockSpec((None, own, None, spec.value_dim), lambda h, i, b: (b, tiles - 1 - i, h, 0)),
+            grid.tokens(tokens),
+            grid.mixing(mixing, 1, lambda h: lax.div(h, jnp.int32(shared))),
+            grid.block((None, own, None, spec.value_dim), lambda h, i, b: (b, i, h, 0)),
             zero_specs,
         ],
         out_specs=(Statistics(row_block, row_block), zero_specs),
@@ -127,7 +126,6 @@ def query_gradients(
         interpret=interpret,
         name="iha_query_gradients",
     )(*operands, zeros)
-    return statistics, gradients
 
 
 def key_gradients(
@@ -139,19 +137,19 @@ def key_gradients(
     query_len, key_len = tile.lengths(spec)
     reach = spec.reach(sizes, by_query=False)
     shared = spec.heads // spec.kv_heads
-    tiles = spec.key_tokens * spec.pseudo // rows
+    grid = tile.Grid(spec.kv_heads, spec.key_tokens * spec.pseudo // rows, spec.batch)
 
     def kernel(tokens: Tokens, mixing: Mixing, d_out, statistics: Statistics, zeros: KeyGradients, *outputs):
         del zeros
         gradients = KeyGradients(*outputs)
-        first = pl.program_id(1) * rows
+        first = grid.split(pl.program_id(0))[1] * rows
         key = tile.keys(spec, tokens, mixing.key, first, rows)
         value = tile.values(spec, tokens, mixing.value, first, rows)
 
         def visits(head, carry):
             def step(query_row, masked, carry):
                 d_key, d_value = carry
-                query = tile.queries(spec, tokens, mixing.query.at[head], query_row, visit)
+                query = tile.queries(spec, tokens, mixing.query, head, query_row, visit)
                 token = pl.ds(lax.div(query_row, jnp.int32(spec.pseudo)), visit // spec.pseudo)
                 d_pseudo = tile.per_pseudo(spec, d_out[token, head, :])
                 visible = tile.seen(spec, tokens, query_row, visit, first, rows) if masked else None
@@ -192,24 +190,18 @@ def key_gradients(
         *[jnp.zeros((spec.kv_heads, spec.pseudo, columns), F32)] * 2,
     )
     zero_specs = KeyGradients(
-        tile.token_block(*zeros.key.shape[1:]),
-        tile.token_block(*zeros.value.shape[1:]),
-        *[tile.head_block(zeros.mix_key)] * 2,
+        grid.row(zeros.key), grid.row(zeros.value), grid.head(zeros.mix_key), grid.head(zeros.mix_value)
     )
-    # The query heads that share a key/value head, side by side.
-    group = lambda x: pl.BlockSpec((shared, *x.shape[1:]), lambda h, i, b: (h, *(0,) * (x.ndim - 1)))  # noqa: E731
-    mixing_specs = tile.mixing_specs(mixing, lambda h: h, lambda h: h)
-    mixing_specs = mixing_specs._replace(query=group(mixing.query), collapse=group(mixing.collapse))
-    row_block = pl.BlockSpec((None, shared, statistics.total.shape[2]), lambda h, i, b: (b, h, 0))
+    row_block = grid.block((None, shared, statistics.total.shape[2]), lambda h, i, b: (b, h, 0))
     operands = tokens, mixing, d_out, statistics
     gradients = pl.pallas_call(
         kernel,
         out_shape=tile.shapes(zeros),
-        grid=(spec.kv_heads, tiles, spec.batch),
+        grid=grid.shape,
         in_specs=[
-            tile.token_specs(tokens),
-            mixing_specs,
-            pl.BlockSpec((None, spec.query_tokens, shared, spec.value_dim), lambda h, i, b: (b, 0, h, 0)),
+            grid.tokens(tokens),
+            grid.mixing(mixing, shared, lambda h: h),
+            grid.block((None, spec.query_tokens, shared, spec.value_dim), lambda h, i, b: (b, 0, h, 0)),
             Statistics(row_block, row_block),
             zero_specs,
         ],

@@ -24,11 +24,11 @@ def forward(spec: Spec, tokens: Tokens, mixing: Mixing, *, interpret: bool) -> A
     query_len, key_len = tile.lengths(spec)
     reach = spec.reach(sizes, by_query=True)
     shared = spec.heads // spec.kv_heads
+    grid = tile.Grid(spec.heads, spec.query_tokens // own, spec.batch, last_first=spec.causal is not None)
 
     def kernel(tokens: Tokens, mixing: Mixing, out):
-        # Late queries see most: they start first.
-        first = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
-        query = tile.queries(spec, tokens, mixing.query, first, rows)
+        first = grid.split(pl.program_id(0))[1] * rows
+        query = tile.queries(spec, tokens, mixing.query, 0, first, rows)
 
         def step(key_row, masked, carry):
             top, total, sums = carry
@@ -43,17 +43,16 @@ def forward(spec: Spec, tokens: Tokens, mixing: Mixing, *, interpret: bool) -> A
 
         carry = tile.no_rows(rows), jnp.zeros(rows, F32), jnp.zeros((rows, spec.value_dim), F32)
         _, total, sums = tile.over_chunks(spec, sizes, reach, first, query_len, key_len, step, carry)
-        weight = mixing.collapse[pl.ds(0, rows)] / jnp.where(total > 0, total, 1.0)
+        weight = mixing.collapse[0, pl.ds(0, rows)] / jnp.where(total > 0, total, 1.0)
         collapsed = (sums * weight[:, None]).reshape(own, spec.pseudo, spec.value_dim).sum(axis=1)
         out[...] = collapsed.astype(out.dtype)
 
-    grid = (spec.heads, spec.query_tokens // own, spec.batch)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((spec.batch, spec.query_tokens, spec.heads, spec.value_dim), spec.dtype),
-        grid=grid,
-        in_specs=[tile.token_specs(tokens), tile.mixing_specs(mixing, lambda h: h, lambda h: lax.div(h, shared))],
-        out_specs=pl.BlockSpec((None, own, None, spec.value_dim), lambda h, i, b: (b, grid[1] - 1 - i, h, 0)),
+        grid=grid.shape,
+        in_specs=[grid.tokens(tokens), grid.mixing(mixing, 1, lambda h: lax.div(h, jnp.int32(shared)))],
+        out_specs=grid.block((None, own, None, spec.value_dim), lambda h, i, b: (b, i, h, 0)),
         compiler_params=tile.compiler_params(sizes),
         interpret=interpret,
         name="iha_forward",

@@ -13,15 +13,21 @@ import jax
 
 from iha_jax.ops.types import Causal
 
-MAX_BLOCK = 128
-"""Base rows (token, source) of one mixing product: with H = 128 in bfloat16 they take 32 KiB of shared memory."""
+MIXING_BLOCK = 128
+"""Most base rows (token, source) of one mixing product: with H = 128 in bfloat16 they take 32 KiB of shared memory.
+Tiles that need no more are mixed by straight code, which the compiler fetches ahead over the loop of chunks; others by
+a loop of such products."""
 
-UNROLL = 4
-"""Mixing products up to this many are written out, so that the compiler fetches ahead over the loop of chunks."""
+UNMIXING_BLOCK = 32
+"""The same for the transpose, which has a ``[rows, block]`` product in registers beside the gradient: at 128 each
+thread spilled 600 bytes more (H = 128, 128 rows, ahead of time for H100)."""
 
 HEAD_DIMS = (32, 64, 128)
 """Served: powers of two (Triton's shapes) whose halves are at least 16 wide (the matrix unit's), and no larger than
 what leaves registers for two sums of a tile."""
+
+PSEUDO_HEADS = (1, 2, 4, 8, 16)
+"""Served: powers of two, of which the smallest tile of 16 rows holds at least one token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,23 @@ class Tiles:
     def owner(self) -> int:
         """Rows that sequences are padded to: the largest owner, of which all others are divisors."""
         return max(tile.owner for tile in (self.forward, self.query, self.key))
+
+
+def default_tiles(head_dim: int, dtype: str) -> Tiles:
+    """Sizes that spill few registers or none, ahead of time for H100 (at most 255 registers a thread).
+
+    More owners share the mixing of their visitors, fewer visitors leave registers for the sums. Bytes spilled by a
+    thread, forward / queries / keys, bfloat16, N 8, P 4: H = 64 none; H = 128 none / 500 / none. With 64 visitors it
+    is 1600 / 3900 / 2000 at H = 128; for keys 128 owners spill 460. Shared memory stays below half of an H100's
+    227 KiB, so that registers alone decide how many blocks of threads share a processor.
+    """
+    if dtype == "float32":  # twice the shared memory, and products that keep their operands in registers
+        tile = Tile(owner=64, visitor=16, warps=8, stages=1)
+        return Tiles(tile, tile, tile)
+    wide = Tile(owner=128, visitor=32, warps=8, stages=2)
+    if head_dim <= 64:
+        return Tiles(wide, wide, wide)
+    return Tiles(wide, Tile(owner=128, visitor=32, warps=8, stages=1), Tile(owner=64, visitor=32, warps=8, stages=2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +176,10 @@ class Spec:
         half = self.head_dim // 2
         return ((0, half), (half, half)) if self.rotated else ((0, self.head_dim),)
 
-    def mixing(self, rows: int, sources: int) -> tuple[int, int]:
-        """Products (number, base rows of each) that mix so many pseudo-rows."""
+    def mixing(self, rows: int, sources: int, most: int = MIXING_BLOCK) -> tuple[int, int]:
+        """Products (number, base rows of each, at most ``most``) that mix so many pseudo-rows."""
         terms = rows // self.pseudo * sources
-        block = MAX_BLOCK
+        block = most
         while block > 16 and terms % block:
             block //= 2
         return -(-terms // block), block

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """Mixing tensors, and the matrices they become. Refs inside the kernels are of one head.
+    """Mixing tensors, and the matrices they become. Refs inside the kernels are of the heads at hand.
 
     Attributes:
       query: ``[n, (t, p), (t, m)]``, block-diagonal over the tokens t of the largest owner.

@@ -4,6 +4,7 @@ A tile's pseudo-heads are ``[rows, H]``, rows (token, pseudo-head) in natural or
 rotated they are kept as two halves, since Triton cannot slice a register tile: a tuple of one or two pieces.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from iha_jax.ops.pallas_gpu_plan import UNROLL, Reach, Spec, Tile
+from iha_jax.ops.pallas_gpu_plan import MIXING_BLOCK, UNMIXING_BLOCK, Reach, Spec, Tile
 from iha_jax.ops.pallas_gpu_prepare import Mixing, Tokens
 
 F32 = jnp.float32
@@ -33,13 +34,14 @@ def dot(spec: Spec, a: Array, b: Array, over: tuple[int, int] = (1, 0)) -> Array
     return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), precision=precision, preferred_element_type=F32)
 
 
-def mix(spec: Spec, base: Any, weights: Any, first: Array, rows: int, sources: int, pieces) -> Pieces:
-    """Pseudo-heads of a tile, float32, from refs of base heads ``[(T, M), H]`` and weights ``[(t, p), (t, m)]``.
+def mix(spec: Spec, base: Any, weights: Any, head: Any, first: Array, rows: int, sources: int, pieces) -> Pieces:
+    """Pseudo-heads of a tile, float32, from refs of base heads ``[(T, M), H]`` and weights ``[head, (t, p), (t, m)]``.
 
     Args:
       spec: the call's.
       base: ref.
       weights: ref.
+      head: which of its heads.
       first: the tile's first pseudo-row.
       rows: pseudo-rows of the tile.
       sources: M.
@@ -49,14 +51,18 @@ def mix(spec: Spec, base: Any, weights: Any, first: Array, rows: int, sources: i
     start = lax.div(first, jnp.int32(spec.pseudo)) * sources
 
     def product(j, sums):
-        matrix = weights[pl.ds(0, rows), pl.ds(j * block, block)]
+        matrix = weights[head, pl.ds(0, rows), pl.ds(j * block, block)]
         return tuple(
             x + dot(spec, matrix, base[pl.ds(start + j * block, block), pl.ds(*columns)])
             for x, columns in zip(sums, pieces, strict=True)
         )
 
     sums = tuple(jnp.zeros((rows, size), F32) for _, size in pieces)
-    return repeat(count, product, sums)
+    if count * block > MIXING_BLOCK:
+        return lax.fori_loop(0, count, product, sums)
+    for j in range(count):
+        sums = product(j, sums)
+    return sums
 
 
 def unmix(
@@ -76,7 +82,7 @@ def unmix(
     Every head adds to the same base heads, and every tile to the same weights, in an order that the hardware chooses:
     gradients may differ from run to run by float32's rounding.
     """
-    count, block = spec.mixing(rows, sources)
+    count, block = spec.mixing(rows, sources, UNMIXING_BLOCK)
     start = lax.div(first, jnp.int32(spec.pseudo)) * sources
     tokens = rows // spec.pseudo
     gradient = tuple(x.astype(spec.dtype) for x in gradient)
@@ -84,7 +90,7 @@ def unmix(
     row_token = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(spec.pseudo))
 
     def product(j, carry):
-        matrix = weights[pl.ds(0, rows), pl.ds(j * block, block)]
+        matrix = weights[0, pl.ds(0, rows), pl.ds(j * block, block)]
         here = pl.ds(start + j * block, block)
         total = jnp.zeros(shape, F32)
         for x, columns in zip(gradient, pieces, strict=True):
@@ -96,21 +102,12 @@ def unmix(
         plt.atomic_add(d_weights, (pl.ds(0, spec.pseudo), pl.ds(j * block, block)), total.sum(axis=0))
         return carry
 
-    repeat(count, product, ())
+    lax.fori_loop(0, count, product, ())
 
 
-def repeat(count: int, step: Callable, carry):
-    """``carry = step(i, carry)`` for i below count; written out where it is short."""
-    if count > UNROLL:
-        return lax.fori_loop(0, count, step, carry)
-    for i in range(count):
-        carry = step(i, carry)
-    return carry
-
-
-def queries(spec: Spec, tokens: Tokens, weights: Any, first: Array, rows: int) -> Pieces:
+def queries(spec: Spec, tokens: Tokens, weights: Any, head: Any, first: Array, rows: int) -> Pieces:
     """Pseudo-queries of a tile, times what makes their products with keys logits of base 2, in the heads' dtype."""
-    found = mix(spec, tokens.query, weights, first, rows, spec.sources, spec.pieces)
+    found = mix(spec, tokens.query, weights, head, first, rows, spec.sources, spec.pieces)
     if spec.rotated:
         found = rotate(found, *rotation(tokens, rows))
     scale = spec.scale * LOG2_E if spec.logits_soft_cap is None else spec.scale / spec.logits_soft_cap
@@ -119,7 +116,7 @@ def queries(spec: Spec, tokens: Tokens, weights: Any, first: Array, rows: int) -
 
 def keys(spec: Spec, tokens: Tokens, weights: Any, first: Array, rows: int) -> Pieces:
     """Pseudo-keys of a tile."""
-    found = mix(spec, tokens.key, weights, first, rows, spec.key_sources, spec.pieces)
+    found = mix(spec, tokens.key, weights, 0, first, rows, spec.key_sources, spec.pieces)
     if spec.rotated:
         found = rotate(found, *rotation(tokens, rows))
     return tuple(x.astype(spec.dtype) for x in found)
@@ -127,7 +124,7 @@ def keys(spec: Spec, tokens: Tokens, weights: Any, first: Array, rows: int) -> P
 
 def values(spec: Spec, tokens: Tokens, weights: Any, first: Array, rows: int) -> Array:
     """Pseudo-values of a tile."""
-    (found,) = mix(spec, tokens.value, weights, first, rows, spec.key_sources, ((0, spec.value_dim),))
+    (found,) = mix(spec, tokens.value, weights, 0, first, rows, spec.key_sources, ((0, spec.value_dim),))
     return found.astype(spec.dtype)
 
 
@@ -212,45 +209,69 @@ def over_chunks(spec: Spec, tile: Tile, reach: Reach, owner: Array, owners: int,
     return lax.fori_loop(core_high, jnp.maximum(core_high, high), run(True), carry)
 
 
-def token_block(rows: int, dim: int) -> pl.BlockSpec:
-    """All of one batch row's base heads; the grid is (head, tile, batch row)."""
-    return pl.BlockSpec((None, rows, dim), lambda h, i, b: (b, 0, 0))
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Blocks of threads, along one axis (Triton has three, and `jax.vmap` adds one each).
 
+    Heads come first, since they share what they read, then tiles, then batch rows.
+    """
 
-def token_specs(tokens: Tokens) -> Tokens:
-    """Block specs of `Tokens`."""
+    heads: int
+    tiles: int
+    batch: int
+    last_first: bool = False
+    """Tiles in reverse: late queries see most, so they start first."""
 
-    def index(x: Array) -> pl.BlockSpec:
+    @property
+    def shape(self) -> tuple[int]:
+        """Of the Pallas grid."""
+        return (self.heads * self.tiles * self.batch,)
+
+    def split(self, number: Any) -> tuple[Any, Any, Any]:
+        """Head, tile and batch row of a block of threads."""
+        heads, tiles = jnp.int32(self.heads), jnp.int32(self.tiles)
+        rest = lax.div(number, heads)
+        tile = lax.rem(rest, tiles)
+        return lax.rem(number, heads), self.tiles - 1 - tile if self.last_first else tile, lax.div(rest, tiles)
+
+    def block(self, shape: tuple[int | None, ...], index: Callable) -> pl.BlockSpec:
+        """A block spec whose index map is a function of head, tile and batch row."""
+        return pl.BlockSpec(shape, lambda number: index(*self.split(number)))
+
+    def whole(self, x: Any) -> pl.BlockSpec:
+        """All of an array."""
+        return pl.BlockSpec(x.shape, lambda number: (0,) * x.ndim)
+
+    def row(self, x: Any) -> pl.BlockSpec:
+        """All of a batch row, of an array ``[B|1, ...]`` without that axis."""
         shared = x.shape[0] == 1
-        return pl.BlockSpec((None, *x.shape[1:]), lambda h, i, b: (0 if shared else b, 0, 0))
+        return self.block((None, *x.shape[1:]), lambda h, i, b: (0 if shared else b, *(0,) * (x.ndim - 1)))
 
-    def table(x: Array | None) -> pl.BlockSpec | None:
-        return None if x is None else pl.BlockSpec(x.shape, lambda h, i, b: (0, 0))
+    def head(self, x: Any) -> pl.BlockSpec:
+        """All of a head, of an array ``[heads, ...]`` without that axis."""
+        return self.block((None, *x.shape[1:]), lambda h, i, b: (h, *(0,) * (x.ndim - 1)))
 
-    return Tokens(
-        *(token_block(*x.shape[1:]) for x in tokens[:3]),
-        *(index(x) for x in tokens[3:5]),
-        *(table(x) for x in tokens[5:]),
-    )
+    def tokens(self, tokens: Tokens) -> Tokens:
+        """Of `Tokens`."""
+        tables = (None if x is None else self.whole(x) for x in tokens[5:])
+        return Tokens(*(self.row(x) for x in tokens[:5]), *tables)
 
+    def mixing(self, mixing: Mixing, query_heads: int, key_head: Callable) -> Mixing:
+        """Of `Mixing`: the matrices of some query heads and of the key/value head that serves them.
 
-def mixing_specs(mixing: Mixing, query_head: Callable, key_head: Callable) -> Mixing:
-    """Block specs of `Mixing`: the matrices of one head, which a function of the grid's first index chooses."""
+        Args:
+          mixing: the operands.
+          query_heads: how many; the grid's head says which.
+          key_head: which key/value head, a function of the grid's head.
+        """
 
-    def matrix(x: Array, head: Callable) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda h, i, b: (head(h), *(0,) * (x.ndim - 1)))
+        def some(x: Array) -> pl.BlockSpec:
+            return self.block((query_heads, *x.shape[1:]), lambda h, i, b: (h, *(0,) * (x.ndim - 1)))
 
-    return Mixing(
-        query=matrix(mixing.query, query_head),
-        key=matrix(mixing.key, key_head),
-        value=matrix(mixing.value, key_head),
-        collapse=matrix(mixing.collapse, query_head),
-    )
+        def one(x: Array) -> pl.BlockSpec:
+            return self.block((1, *x.shape[1:]), lambda h, i, b: (key_head(h), *(0,) * (x.ndim - 1)))
 
-
-def head_block(x: Array) -> pl.BlockSpec:
-    """All of one head, the grid's first index."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda h, i, b: (h, *(0,) * (x.ndim - 1)))
+        return Mixing(some(mixing.query), one(mixing.key), one(mixing.value), some(mixing.collapse))
 
 
 def shapes(tree):

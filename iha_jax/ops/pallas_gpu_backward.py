@@ -124,7 +124,7 @@ def query_gradients(
         input_output_aliases=tile.in_place(operands, zeros, 2),
         compiler_params=tile.compiler_params(sizes),
         interpret=interpret,
-        name="iha_query_gradients",
+        name="iha_gpu_query_gradients",
     )(*operands, zeros)
 
 
@@ -209,6 +209,6 @@ def key_gradients(
         input_output_aliases=tile.in_place(operands, zeros, 0),
         compiler_params=tile.compiler_params(sizes),
         interpret=interpret,
-        name="iha_key_gradients",
+        name="iha_gpu_key_gradients",
     )(*operands, zeros)
     return KeyGradients(*gradients)

@@ -55,5 +55,5 @@ def forward(spec: Spec, tokens: Tokens, mixing: Mixing, *, interpret: bool) -> A
         out_specs=grid.block((None, own, None, spec.value_dim), lambda h, i, b: (b, i, h, 0)),
         compiler_params=tile.compiler_params(sizes),
         interpret=interpret,
-        name="iha_forward",
+        name="iha_gpu_forward",
     )(tokens, mixing)

@@ -135,6 +135,14 @@ def on_tpu() -> bool:
     return device.device_kind.startswith("TPU")
 
 
+def on_gpu() -> bool:
+    """Likewise for NVIDIA GPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend() in ("gpu", "cuda")
+    return device.device_kind.startswith("NVIDIA")
+
+
 def device_kind() -> str:
     """What JAX calls the devices that are traced for here, "TPU v5 lite" for one."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -9,6 +9,8 @@ from iha_jax import sharding
 from iha_jax.ops.arguments import Arguments, validate
 from iha_jax.ops.blockwise import blockwise
 from iha_jax.ops.mixing import HeadMixing
+from iha_jax.ops.pallas_gpu import pallas_gpu
+from iha_jax.ops.pallas_gpu import why_not as why_not_gpu
 from iha_jax.ops.pallas_tpu import pallas_tpu, why_not
 from iha_jax.ops.reference import reference
 from iha_jax.ops.rope import Rope
@@ -62,9 +64,10 @@ def interleaved_head_attention(
       logits_soft_cap: c in ``c * tanh(logits / c)``, applied after the scale and before the mask.
       precision: of every contraction.
       implementation: ``"reference"`` (materialises everything), ``"blockwise"`` (XLA, pseudo-heads exist only for
-        the block in hand), ``"pallas"`` (fused TPU kernels; no forward-mode derivatives), or None for the best that
+        the block in hand), ``"pallas"`` (fused kernels; no forward-mode derivatives), or None for the best that
         can serve the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs
-        and there are at least 64 queries, else blockwise.
+        and there are at least 64 queries, else blockwise. Where it is of NVIDIA GPUs, "pallas" means the GPU kernels
+        (no measurement on hardware yet, hence only by name), else those for TPUs; a CPU interprets either.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype. A query with nothing to see gives exactly 0, with zero gradients.
@@ -118,7 +121,10 @@ def _attend(implementation: Implementation, args: Arguments) -> Array:
         fused = sharding.on_tpu() and args.query.shape[1] >= _FEW_QUERIES and why_not(args) is None
         implementation = "pallas" if fused else "blockwise"
     elif implementation == "pallas":
-        reason = why_not(args)
+        on_gpu = sharding.on_gpu()
+        reason = why_not_gpu(args) if on_gpu else why_not(args)
         if reason is not None:
             raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
+        if on_gpu:
+            return pallas_gpu(args)
     return _IMPLEMENTATIONS[implementation](args)

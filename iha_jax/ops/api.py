@@ -63,10 +63,10 @@ def interleaved_head_attention(
       logits_soft_cap: c in ``c * tanh(logits / c)``, applied after the scale and before the mask.
       precision: of every contraction.
       implementation: ``"reference"`` (materialises everything), ``"blockwise"`` (XLA, pseudo-heads exist only for
-        the block in hand), ``"pallas"`` (fused TPU kernels; no forward-mode derivatives; a few queries over other tokens'
-        keys take a kernel made for decoding, whose gradients are blockwise's), or None for the best that can serve
-        the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs, blockwise
-        elsewhere and for fewer than 64 tokens attending to themselves.
+        the block in hand), ``"pallas"`` (fused TPU kernels; no forward-mode derivatives; fewer than 64 queries over
+        more keys take a kernel made for decoding, whose gradients are blockwise's), or None for the best that can
+        serve the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs;
+        blockwise elsewhere, and for fewer than 64 tokens that attend to each other.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype. A query with nothing to see gives exactly 0, with zero gradients.

@@ -12,7 +12,7 @@ from iha_jax.ops.pallas_tpu_plan import LANES, ROWS, VMEM_BYTES, DoesNotFit, rou
 MAX_TILE = 512
 """Most tokens of a cache tile: enough for transfers to run at full speed; more only cost on-chip memory."""
 
-MAX_GROUP = 32
+MAX_GROUP = 16
 """Most tokens mixed by one product: their base rows are put in place one token after the other, without a loop."""
 
 

@@ -12,6 +12,7 @@ from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.pallas_gpu import pallas_gpu
 from iha_jax.ops.pallas_gpu import why_not as why_not_gpu
 from iha_jax.ops.pallas_tpu import pallas_tpu, why_not
+from iha_jax.ops.pallas_tpu_decode import FEW_QUERIES, is_decoding, pallas_tpu_decode, why_not_decode
 from iha_jax.ops.reference import reference
 from iha_jax.ops.rope import Rope
 from iha_jax.ops.sharded import attend_sharded, layout_of
@@ -64,10 +65,12 @@ def interleaved_head_attention(
       logits_soft_cap: c in ``c * tanh(logits / c)``, applied after the scale and before the mask.
       precision: of every contraction.
       implementation: ``"reference"`` (materialises everything), ``"blockwise"`` (XLA, pseudo-heads exist only for
-        the block in hand), ``"pallas"`` (fused kernels; no forward-mode derivatives), or None for the best that
-        can serve the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs
-        and there are at least 64 queries, else blockwise. Where it is of NVIDIA GPUs, "pallas" means the GPU kernels
-        (no measurement on hardware yet, hence only by name), else those for TPUs; a CPU interprets either.
+        the block in hand), ``"pallas"`` (fused kernels; no forward-mode derivatives; on TPUs fewer than 64 queries
+        over more keys take a kernel made for decoding, whose gradients are blockwise's), or None for the best that can
+        serve the arguments: the kernels where the mesh in force, or without one the default backend, is of TPUs;
+        blockwise elsewhere, and for fewer than 64 tokens that attend to each other. Where it is of NVIDIA GPUs,
+        "pallas" means the GPU kernels (no measurement on hardware yet, hence only by name), else those for TPUs; a CPU
+        interprets either.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype. A query with nothing to see gives exactly 0, with zero gradients.
@@ -85,6 +88,7 @@ def interleaved_head_attention(
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "precision": precision,
+        "clear_padding": False,
     }
     integers: dict[str, Any] = {
         "query_positions": query_positions,
@@ -111,20 +115,18 @@ def interleaved_head_attention(
     return attend_sharded(attend, layout, query, key, value, mixing, causal=causal, window=window, **integers)
 
 
-_FEW_QUERIES = 64
-"""Below this many query tokens a kernel's tile is mostly padding (it has 160 to 256 pseudo-queries or at least 8
-tokens) and each of them would unfold all keys again: decoding over a cache."""
-
-
 def _attend(implementation: Implementation, args: Arguments) -> Array:
+    decodes = is_decoding(args) and why_not_decode(args) is None
     if implementation is None:
-        fused = sharding.on_tpu() and args.query.shape[1] >= _FEW_QUERIES and why_not(args) is None
+        few = args.query.shape[1] < FEW_QUERIES
+        fused = sharding.on_tpu() and (decodes if few else why_not(args) is None)
         implementation = "pallas" if fused else "blockwise"
-    elif implementation == "pallas":
-        on_gpu = sharding.on_gpu()
-        reason = why_not_gpu(args) if on_gpu else why_not(args)
-        if reason is not None:
+    elif implementation == "pallas" and sharding.on_gpu():
+        if (reason := why_not_gpu(args)) is not None:
             raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
-        if on_gpu:
-            return pallas_gpu(args)
-    return _IMPLEMENTATIONS[implementation](args)
+        return pallas_gpu(args.cleared())
+    if implementation == "pallas" and decodes:
+        return pallas_tpu_decode(args)
+    if implementation == "pallas" and (reason := why_not(args)) is not None:
+        raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
+    return _IMPLEMENTATIONS[implementation](args.cleared())

@@ -19,7 +19,7 @@ class Arguments:
     Attributes:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``; all three in one dtype, rows of segment 0 set to zero.
+      value: ``[B, S, K, Hv]``; all three in one dtype, rows of segment 0 set to zero where they are `cleared`.
       mixing: the four mixing tensors; within a shard those of its part of the heads.
       query_positions: int32 ``[B, T]``.
       key_positions: int32 ``[B, S]``.
@@ -55,6 +55,21 @@ class Arguments:
     segmented: bool
     default_positions: bool
 
+    def cleared(self) -> "Arguments":
+        """Rows of segment 0 set to zero: weights of padding are 0, but 0 * inf is not."""
+        if not self.segmented:
+            return self
+
+        def clear(x: Array, ids: Array) -> Array:
+            return jnp.where((ids == 0)[:, :, None, None], jnp.zeros_like(x), x)
+
+        return dataclasses.replace(
+            self,
+            query=clear(self.query, self.query_segment_ids),
+            key=clear(self.key, self.key_segment_ids),
+            value=clear(self.value, self.key_segment_ids),
+        )
+
     @property
     def head_dim(self) -> int:
         """H of queries and keys."""
@@ -88,10 +103,12 @@ def validate(
     logits_soft_cap,
     precision,
     part_of_heads: bool = False,
+    clear_padding: bool = True,
 ) -> Arguments:
     """Checks everything that can be wrong and fills in defaults.
 
-    With ``part_of_heads`` the mixing tensors may make fewer heads than they read from.
+    With ``part_of_heads`` the mixing tensors may make fewer heads than they read from. Without ``clear_padding`` the
+    heads are left as they are, for implementations that never let padding meet anything else.
 
     Raises:
       ValueError: naming what was given and what was expected.
@@ -145,13 +162,7 @@ def validate(
     if key_segment_ids is None:
         key_segment_ids = jnp.ones((batch, key_len), jnp.int32)
 
-    if segmented:
-        # Weights of padding are 0, but 0 * inf is not: what padding holds must not matter at all.
-        query = jnp.where((query_segment_ids == 0)[:, :, None, None], jnp.zeros_like(query), query)
-        padding = (key_segment_ids == 0)[:, :, None, None]
-        key = jnp.where(padding, jnp.zeros_like(key), key)
-        value = jnp.where(padding, jnp.zeros_like(value), value)
-    return Arguments(
+    arguments = Arguments(
         query=query,
         key=key,
         value=value,
@@ -170,6 +181,7 @@ def validate(
         segmented=segmented,
         default_positions=default_positions,
     )
+    return arguments.cleared() if clear_padding else arguments
 
 
 def _check_shapes(query: Array, key: Array, value: Array, mixing: HeadMixing, part_of_heads: bool) -> None:

@@ -160,7 +160,8 @@ def rope_tables(
       cos and sin, ``[*index.shape, H/2]``. Phase error at most 1e-6 rad below index 2**16, 1e-5 up to 2**24.
     """
     freqs, factor = rope.frequencies(head_dim, num_pseudo_heads)
-    turns = _fractional_turns(index, freqs)
+    high, low = (jnp.asarray(x) for x in turn_limbs(freqs))
+    turns = fractional_turns(index[..., None].astype(jnp.int32), high, low)
     angle = turns.astype(dtype) * jnp.asarray(2 * math.pi / 2**32, dtype)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if with_factor and factor != 1.0:
@@ -183,14 +184,25 @@ def apply_rope(x: Float[Array, "... H"], cos: Float[Array, "... half"], sin: Flo
     return rotated.astype(x.dtype)
 
 
-def _fractional_turns(index: Array, freqs: np.ndarray) -> Array:
-    """``index * freq`` modulo one turn as signed 32-bit fixed point (2**32 is one turn): int32 [..., H/2]."""
+def turn_limbs(freqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Frequencies (rad per index, float64 [n]) as 64-bit fixed-point turns: upper and lower words, uint32 [n]."""
     # The float64 frequency is good to 2**-53 of a turn, so 64 fractional bits hold all of it.
     fixed = [round(math.ldexp(f / (2 * math.pi), 64)) % 2**64 for f in freqs.tolist()]
-    high = jnp.asarray(np.array([f >> 32 for f in fixed], np.uint32))
-    low = jnp.asarray(np.array([f & 0xFFFFFFFF for f in fixed], np.uint32))
-    index = index[..., None].astype(jnp.int32)
-    shape = index.shape[:-1] + high.shape
+    return np.array([f >> 32 for f in fixed], np.uint32), np.array([f & 0xFFFFFFFF for f in fixed], np.uint32)
+
+
+def fractional_turns(index: Array, high: Array, low: Array) -> Array:
+    """``index * freq`` modulo one turn as signed 32-bit fixed point (2**32 is one turn).
+
+    Args:
+      index: int32.
+      high: upper words of the frequencies (`turn_limbs`), uint32, broadcast against the index.
+      low: lower words.
+
+    Returns:
+      int32 of the common shape.
+    """
+    shape = jnp.broadcast_shapes(index.shape, high.shape)
     i = jnp.broadcast_to(jax.lax.bitcast_convert_type(index, jnp.uint32), shape)
     high, low = jnp.broadcast_to(high, shape), jnp.broadcast_to(low, shape)
     # Unsigned products wrap modulo 2**32, which is modulo one turn. A negative index reads as index + 2**32,

@@ -18,6 +18,8 @@ def chosen(tokens, keys=None, dtype=jnp.bfloat16, head_dim=16, **options):
     program = jax.make_jaxpr(lambda q, k, v: interleaved_head_attention(q, k, v, mixing, **options))(
         heads, source, source
     )
+    if "iha_decode" in str(program):
+        return "decode"
     return "pallas" if "pallas_call" in str(program) else "blockwise"
 
 
@@ -38,10 +40,28 @@ def test_kernels_on_a_tpu(tpu):
     assert chosen(128, implementation="blockwise") == "blockwise"
 
 
-def test_blockwise_for_a_few_queries_over_many_keys(tpu):
-    assert chosen(1, keys=256) == "blockwise"
-    assert chosen(63, keys=256) == "blockwise"
+def test_few_queries_on_a_tpu(tpu):
+    assert chosen(1, keys=256) == "decode"
+    assert chosen(63, keys=256) == "decode"
     assert chosen(64, keys=256) == "pallas"
+    assert chosen(8) == "blockwise"  # self-attention of a short sequence
+    assert chosen(1, keys=256, dtype=jnp.float16) == "blockwise"
+    assert chosen(1, keys=256, implementation="blockwise") == "blockwise"
+
+
+def test_few_queries_by_name():
+    assert chosen(1, keys=256) == "blockwise"
+    assert chosen(1, keys=256, implementation="pallas") == "decode"
+    assert chosen(8, implementation="pallas") == "pallas"
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_layer_decodes_through_the_kernel(tpu, window):
+    layer = InterleavedHeadAttention(4, 32, num_pseudo_heads=2, num_kv_heads=2, window=window, rngs=nnx.Rngs(0))
+    cache = layer.init_cache(2, 256)
+    for tokens in (1, 3):
+        program = str(jax.make_jaxpr(layer.decode)(jnp.zeros((2, tokens, 32)), cache))
+        assert "iha_decode" in program
 
 
 def test_blockwise_where_the_kernels_cannot_serve(tpu):

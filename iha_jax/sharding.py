@@ -8,8 +8,9 @@ axes each name is split over; nothing else in the package mentions mesh axes. Wi
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -94,6 +95,30 @@ class Rules:
             entries.append(names[0] if len(names) == 1 else (names or None))
         return PartitionSpec(*entries)
 
+    def lay_out(self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Mapping[str, int], what: str) -> PartitionSpec:
+        """The partition of an array of this shape, every size of which divides.
+
+        Args:
+          shape: of the array.
+          axes: its logical axes.
+          mesh: name → size of the mesh's axes.
+          what: names the array in errors.
+
+        Raises:
+          ValueError: as for `resolve`; or if a size does not divide.
+        """
+        spec = self.resolve(axes, tuple(mesh))
+        for size, axis, names in zip(shape, axes, spec, strict=True):
+            names = () if names is None else (names,) if isinstance(names, str) else names
+            parts = math.prod(mesh[name] for name in names)
+            if size % parts:
+                given = " ".join(f"{name}={count}" for name, count in mesh.items() if count > 1)
+                raise ValueError(
+                    f"{what}: its {axis} axis of {size} must be divisible by the {parts} devices along mesh axes "
+                    f"{names}: change the size, the mesh ({given}), or Rules.{axis}"
+                )
+        return spec
+
 
 _active: contextvars.ContextVar[Rules] = contextvars.ContextVar("iha_jax_rules", default=Rules())  # noqa: B039
 
@@ -108,15 +133,20 @@ def use_rules(rules: Rules) -> Iterator[Rules]:
         _active.reset(token)
 
 
-def current_spec(axes: LogicalAxes) -> tuple[PartitionSpec | None, bool]:
-    """The partition under the mesh and rules in force, and whether the mesh is explicit; None without a mesh."""
+def current_spec(axes: LogicalAxes, shape: tuple[int, ...]) -> tuple[PartitionSpec | None, bool]:
+    """The partition under the mesh and rules in force, and whether the mesh is explicit; None without a mesh.
+
+    Raises:
+      ValueError: if a size does not divide.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None, False
     if any(kind == AxisType.Manual for kind in mesh.axis_types):
         return None, False  # Inside shard_map arrays are already the local pieces.
     explicit = all(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return _active.get().resolve(axes, tuple(mesh.axis_names)), explicit
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return _active.get().lay_out(shape, axes, sizes, f"an activation of shape {list(shape)}"), explicit
 
 
 def mesh_sizes() -> dict[str, int]:
@@ -162,7 +192,7 @@ def lay_out(x: Array, spec: PartitionSpec) -> Array:
 
 def constrain(x: Array, axes: LogicalAxes) -> Array:
     """Lays x out by its logical axes; x itself without a mesh."""
-    spec, explicit = current_spec(axes)
+    spec, explicit = current_spec(axes, x.shape)
     if spec is None:
         return x
     return compat.reshard(x, spec) if explicit else jax.lax.with_sharding_constraint(x, spec)
@@ -170,7 +200,9 @@ def constrain(x: Array, axes: LogicalAxes) -> Array:
 
 def einsum(equation: str, *operands: Array, axes: LogicalAxes, precision=None, preferred_element_type=None) -> Array:
     """`jnp.einsum` whose result is laid out by logical axes (an explicit mesh needs that said at the contraction)."""
-    spec, explicit = current_spec(axes)
+    inputs, result = equation.split("->")
+    sizes = dict(zip(inputs.replace(",", ""), itertools.chain(*(x.shape for x in operands)), strict=True))
+    spec, explicit = current_spec(axes, tuple(sizes[axis] for axis in result))
 
     def contract(*operands: Array) -> Array:
         options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
@@ -216,6 +248,6 @@ def _matrix_product(equation: str, x: Array, weight: Array, **options: Any) -> A
 
 def take(table: Array, index: Array, axes: LogicalAxes) -> Array:
     """``table[index]`` laid out by logical axes; an index out of range gives NaN, so that it can't pass unseen."""
-    spec, explicit = current_spec(axes)
+    spec, explicit = current_spec(axes, (*index.shape, *table.shape[1:]))
     out = table.at[index].get(mode="fill", fill_value=jnp.nan, out_sharding=spec if explicit else None)
     return out if spec is None or explicit else jax.lax.with_sharding_constraint(out, spec)

@@ -37,6 +37,24 @@ def test_rules_refuse_collisions_and_unknown_names():
     assert Rules(vocab=()).resolve(("mlp", "vocab"), MESH_AXES) == PartitionSpec("tensor", None)
 
 
+def test_sizes_that_do_not_divide_are_named_with_their_axis():
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert Rules().lay_out((8, 6), ("batch", "heads"), sizes, "x") == PartitionSpec(("data", "fsdp"), "tensor")
+    with pytest.raises(ValueError, match=r"x: its batch axis of 6 must be divisible by the 4 devices along.*fsdp'\)"):
+        Rules().lay_out((6, 6), ("batch", "heads"), sizes, "x")
+    x, weight = jnp.ones((4, 3, 8)), jnp.ones((8, 5))
+    for explicit in (True, False):
+        with jax.set_mesh(compat.make_mesh((2, 2, 2), MESH_AXES, explicit=explicit)):
+            with pytest.raises(
+                ValueError, match=r"shape \[4, 3, 5\]: its mlp axis of 5 must be divisible by the 2 dev"
+            ):
+                sharding.einsum("btd,df->btf", x, weight, axes=("batch", "sequence", "mlp"))
+            with pytest.raises(ValueError, match=r"its heads axis of 3 must be"):
+                sharding.constrain(x, (None, "heads", None))
+            with pytest.raises(ValueError, match=r"shape \[6, 8\]: its batch axis of 6 must be .* 4 devices"):
+                sharding.take(jnp.ones((16, 8)), jnp.zeros(6, jnp.int32), ("batch", None))
+
+
 def test_no_mesh_no_effect():
     x = jnp.ones((2, 3))
     assert sharding.constrain(x, ("batch", None)) is x

@@ -69,7 +69,8 @@ class IndexedLane:
     """Rows that are read by their number."""
 
     def __init__(self, rows: grain.MapDataset):
-        self._rows, self._next = rows, 0
+        self._rows: Any = rows
+        self._next = 0
 
     def take(self) -> Row:
         """Reads the next row."""

@@ -9,6 +9,7 @@ import zlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from iha_jax.data import DataPipeline
@@ -335,7 +336,7 @@ class Trainer:
         sampler = make_sampler(self._functions, options.tokens, options.temperature)
 
         def sample(params: Params) -> jax.Array:
-            return sampler(params, prompt, jax.random.key(self.config.seed))
+            return sampler(params, jnp.asarray(prompt), jax.random.key(self.config.seed))
 
         with self.placement.active(batch=(), sequence=()):  # one row, some tokens: whole on every device
             lowered = jax.jit(sample, out_shardings=self.placement.whole).lower(self.state.params)

@@ -105,16 +105,7 @@ class Placement:
           ValueError: if a size does not divide.
         """
         assert self.mesh is not None
-        spec = self.rules.resolve(axes, MESH_AXES)
-        for size, axis, names in zip(shape, axes, spec, strict=True):
-            names = () if names is None else (names,) if isinstance(names, str) else names
-            parts = math.prod(self.mesh.shape[name] for name in names)
-            if size % parts:
-                raise ValueError(
-                    f"{what}: its {axis} axis of {size} must be divisible by the {parts} devices along mesh axes "
-                    f"{names}: change the size, or the mesh ({self.describe()})"
-                )
-        return NamedSharding(self.mesh, spec)
+        return NamedSharding(self.mesh, self.rules.lay_out(shape, axes, self.sizes, what))
 
     def create(self, make: Callable[[], Any], axes: Mapping[str, LogicalAxes]) -> Any:
         """The result of ``make``, every array created where it lives; arguments as for `shapes`."""
@@ -150,7 +141,7 @@ class Placement:
         if self.mesh is None:
             return tuple(range(count))
         shape = (count, self._parts("sequence"))
-        index = self._rows(shape, "a batch").addressable_devices_indices_map(shape)
+        index: Any = self._rows(shape, "a batch").addressable_devices_indices_map(shape)
         return tuple(sorted({row for rows, _ in index.values() for row in range(count)[rows]}))
 
     def batch(self, rows: Mapping[str, np.ndarray], count: int | None = None) -> dict[str, Any]:
@@ -176,7 +167,7 @@ class Placement:
         here = range(count) if array.shape[-2] == count else self.rows_here(count)
         places = {row: place for place, row in enumerate(here)}
 
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             wanted = range(count)[index[-2]]  # one device's rows lie side by side, here too
             first = places[wanted[0]]
             return array[..., first : first + len(wanted), index[-1]]

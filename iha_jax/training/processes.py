@@ -106,7 +106,7 @@ def _given(config: DistributedConfig) -> dict[str, Any] | None:
         except ValueError:
             raise ValueError(f"{variable} must be a number, got {text!r}") from None
     missing = [name for name, value in values.items() if value is None]
-    if len(missing) == 3 or missing == ["processes", "process"] and config.coordinator is None:
+    if len(missing) == 3 or (missing == ["processes", "process"] and config.coordinator is None):
         return None  # the address alone, in the environment, is for the clusters that JAX recognises
     if missing:
         raise ValueError(
@@ -235,8 +235,8 @@ class _Connected(Processes):
             if silent and not self._leaving.is_set():
                 names = " and ".join(str(i) for i in sorted(silent))
                 self._end(
-                    f"process {names} is gone: nothing heard for {self._timeout} s (distributed.heartbeat_timeout). All "
-                    "stop; the same command, given to all again, resumes from the last checkpoint",
+                    f"process {names} is gone: nothing heard for {self._timeout} s (distributed.heartbeat_timeout). "
+                    "All stop; the same command, given to all again, resumes from the last checkpoint",
                     own=True,
                     gone=frozenset(silent),
                 )

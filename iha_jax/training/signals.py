@@ -5,8 +5,8 @@ return. The C handler below it does not: it writes the signal's number to a file
 thread of its own reads that. Long native calls run in another thread, and the main thread waits for either.
 
 Several processes must stop at the same place, for they save together. All of them pass the same *points* in the same
-order: every `StopSignals.check`, and within every `StopSignals.run`. A signal in any of them is told to all; each answers
-with the first point at which it can still stop, holds there, and all stop at the last of these.
+order: every `StopSignals.check`, and within every `StopSignals.run`. A signal in any of them is told to all; each
+answers with the first point at which it can still stop, holds there, and all stop at the last of these.
 """
 
 import contextlib

@@ -207,7 +207,7 @@ def test_states_that_do_not_fit_are_refused(folder):
     with pytest.raises(ValueError, match="lacks lane 2 of source 0"):
         other.set_state(before)
     other = DataPipeline(_config(folder, prefetch=0, streams=8)).training_batches(4)
-    with pytest.raises(ValueError, match="is of 4 streams, and data.streams has 8 now"):
+    with pytest.raises(ValueError, match=r"is of 4 streams, and data\.streams has 8 now"):
         other.set_state(before)
     assert lanes_of([0, 1], 0, 4, 8) == {0, 1, 4, 5}
     assert lanes_of([0], 3, 4, 6) == {1, 3, 5}

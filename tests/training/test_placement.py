@@ -5,13 +5,17 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
+from iha_jax.models import Transformer
 from iha_jax.training.config import EvaluationConfig, MeshConfig, OptimizerConfig
 from iha_jax.training.display import Display
 from iha_jax.training.loop import Trainer
 from iha_jax.training.placement import Placement, mesh_shape
 from iha_jax.training.signals import StopSignals
+from iha_jax.training.state import ModelFunctions
+from iha_jax.training.step import summed_gradient
 
 ONE = MeshConfig(fsdp=1)
 
@@ -68,6 +72,68 @@ def test_a_run_on_a_mesh_equals_one_on_one_device(config, mesh):
     parameters = on_host(trainer.state.params)
     for path, value in on_host(single.state.params).items():
         np.testing.assert_allclose(parameters[path], value, atol=2e-5, err_msg=path)
+
+
+def factorings(devices, axes):
+    """Every way to write a number as a product over axes."""
+    if axes == 1:
+        return [(devices,)]
+    sizes = [d for d in range(1, devices + 1) if devices % d == 0]
+    return [(d, *rest) for d in sizes for rest in factorings(devices // d, axes - 1)]
+
+
+@pytest.mark.slow
+def test_every_mesh_has_one_devices_loss_and_gradient(config):
+    """All 20 meshes of 8 devices over (data, fsdp, context, tensor): values to 1e-5, and where everything lies."""
+    model = dataclasses.replace(config.model, num_heads=8, max_length=64)
+    config = dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, sequence_length=64))
+    rng = np.random.default_rng(0)
+    shape = (2, 8, 64)
+    cut = np.cumsum(rng.random(shape) < 0.05, axis=-1)  # documents of some twenty tokens, at other places in every row
+    begin = np.maximum.accumulate(np.where(np.diff(cut, axis=-1, prepend=0) > 0, np.arange(64), 0), axis=-1)
+    batch = {
+        "inputs": rng.integers(0, 264, shape, np.int32),
+        "targets": rng.integers(0, 264, shape, np.int32),
+        "segment_ids": (cut + 1).astype(np.int32),
+        "positions": (np.arange(64) - begin).astype(np.int32),
+        "weights": (rng.random(shape) < 0.9).astype(np.float32),
+    }
+
+    def model_of(config):
+        return Transformer(config.model, rngs=nnx.Rngs(0))
+
+    functions = ModelFunctions(nnx.eval_shape(lambda: model_of(config)))
+
+    def create(placement):
+        return placement.create(lambda: ModelFunctions(model_of(config)).params, functions.axes)
+
+    def step(params, batch):
+        gradient, sums = summed_gradient(functions, params, batch, jax.random.key(1), 1e-3)
+        weight = sums["weight"]
+        return jax.tree.map(lambda g: g / weight, gradient), sums["loss"] / weight, sums["z_loss"] / weight
+
+    params = create(Placement(ONE))
+    expected = on_host(jax.jit(step)(params, batch))
+    meshes = factorings(8, 4)
+    assert len(meshes) == 20
+    for data, fsdp, context, tensor in meshes:
+        placement = Placement(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor))
+        params = create(placement)
+        for path, axes in functions.axes.items():
+            wanted = placement.layout(params[path].shape, axes, path)
+            assert params[path].sharding.is_equivalent_to(wanted, params[path].ndim), path
+        placed = placement.batch(batch)
+        assert placed["inputs"].sharding.shard_shape(shape) == (2, 8 // (data * fsdp), 64 // context)
+        with placement.active():
+            layouts = ({path: value.sharding for path, value in params.items()}, None, None)
+            gradient, loss, z_loss = jax.jit(step, out_shardings=layouts)(params, placed)
+        found = on_host((gradient, loss, z_loss))
+        for (path, value), right in zip(
+            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+        ):
+            scale = max(1.0, float(np.abs(right).max()))
+            message = f"{placement.describe()}: {path}"
+            np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale, err_msg=message)
 
 
 def test_every_array_lies_where_it_belongs(config):

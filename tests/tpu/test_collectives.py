@@ -18,6 +18,7 @@ from iha_jax.training.program import StepProgram
 from iha_jax.training.state import ModelFunctions
 from tests.ops.cases import QUICK
 from tpu import topology
+from tpu.compiling import compile_with_text
 from tpu.counts import count
 from tpu.hlo import Module
 
@@ -40,8 +41,9 @@ def collectives_of_layer(make, mesh, devices):
         return layer.merge(params)(x)
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(forward, out_shardings=x.sharding).lower(params, x).compile()
-    return count(Module(compiled.as_text()), dict(mesh.shape)).collectives
+        lowered = jax.jit(forward, out_shardings=x.sharding).lower(params, x)
+        _, text = compile_with_text(lowered)
+    return count(Module(text), dict(mesh.shape)).collectives
 
 
 def iha():
@@ -82,7 +84,7 @@ def test_split_sequences_exchange_a_halo_and_nothing_more(devices):
     assert 2 * B * W * D * 2 <= sum(c.total_bytes for c in found) <= B * W * (2 * D * 2 + 2 * 4)
 
 
-def step_program(mesh, tokens, devices=None, options=None):
+def step_program(mesh, tokens, devices=None):
     config = TrainConfig(
         name="step",
         batch_size=8,
@@ -105,8 +107,9 @@ def step_program(mesh, tokens, devices=None, options=None):
     )
     placement = Placement(config.mesh, devices=devices)
     program = StepProgram(config, placement)
-    compiled = program.lower(program.state_shapes()).compile(options)
-    return program, Module(compiled.as_text()), placement.sizes
+    lowered = program.lower(program.state_shapes())
+    text = lowered.compile(QUICK).as_text() if devices is None else compile_with_text(lowered)[1]
+    return program, Module(text), placement.sizes
 
 
 def check_gathers(program, module, sizes):
@@ -124,7 +127,7 @@ def check_gathers(program, module, sizes):
 
 
 def test_parameters_are_gathered_layer_by_layer():
-    check_gathers(*step_program(MeshConfig(fsdp=8), 64, options=QUICK))
+    check_gathers(*step_program(MeshConfig(fsdp=8), 64))
 
 
 @pytest.mark.slow

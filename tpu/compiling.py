@@ -145,12 +145,18 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
       RuntimeError: if this machine cannot compile for it.
     """
     config = dataclasses.replace(config, model=config.model.resolve())
-    placement = Placement(config.mesh, devices=topology.devices_of(name))
+    devices = topology.devices_of(name)
+    placement = Placement(config.mesh, devices=devices)
     placement.check(config)
     program = StepProgram(config, placement)
     mesh = placement.mesh
     assert mesh is not None
     sizes, joined = topology.torus(name)
+    if mesh.devices.size != len(devices):
+        raise ValueError(
+            f"the mesh ({placement.describe()}) takes {mesh.devices.size} of the {len(devices)} devices of {name}: it "
+            "must take all, let one of its axes be -1"
+        )
     begun = time.perf_counter()
     error, compiled, text = None, None, ""
     lowered = program.lower(program.state_shapes())

@@ -126,11 +126,16 @@ def test_loops_as_the_tpu_compiler_leaves_them():
         count(Module(WHILE.replace("direction=LT", "direction=EQ")), {"x": 2, "y": 2})
 
 
-def test_groups_in_both_notations():
+def test_groups_in_every_notation():
     assert replica_groups("replica_groups={{0,2},{1,3}}, x", 4) == [(0, 2), (1, 3)]
     assert replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), x", 8) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert replica_groups("replica_groups=[2,2]<=[4]", 4) == [(0, 1), (2, 3)]
     assert replica_groups("replica_groups={}, x", 3) == [(0, 1, 2)]
+    assert replica_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", 4) == [(0, 2), (1, 3)]
+    assert replica_groups("replica_groups=mesh['a'=2,'b'=2] {'b','a'}, x", 4) == [(0, 2, 1, 3)]
+    assert replica_groups("replica_groups=mesh['a'=8] {'a':(2)2}", 8) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert replica_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", 4) == [(0, 1), (2, 3)]
+    assert replica_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", 4) == [(3, 1), (2, 0)]
     with pytest.raises(ValueError, match="replica_groups"):
         replica_groups("replica_groups=everyone, x", 4)
 

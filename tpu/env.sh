@@ -2,11 +2,11 @@
 # Environment of a run on TPUs: . tpu/env.sh v5e|v5p|v6e, in bash, before Python starts. Without a generation it
 # changes nothing. What is set already wins, and sourcing it twice is sourcing it once.
 #
-# A flag that libtpu does not know ends the process at its start, so each one here was compiled with (libtpu 0.0.52,
-# and libtpu 0.0.21.1 reads it), and each has changed the program of a sharded training step for the better. The
-# flags for asynchronous collectives that recipes hand down (xla_tpu_enable_async_collective_fusion and its kin,
-# xla_tpu_overlap_compute_collective_tc, xla_enable_async_all_gather, xla_tpu_data_parallel_opt_different_sized_ops,
-# xla_tpu_megacore_fusion_allow_ags) are left out: on v5e the program is the same to the byte with and without them.
+# A flag that libtpu does not know ends the process at its start, so what is here was compiled with (libtpu 0.0.52; that
+# of Colab, 0.0.21.1, reads it too) and changed the program of a sharded training step for the better. Left out are the
+# flags for asynchronous collectives that recipes hand down, xla_tpu_enable_async_collective_fusion and its kin: with
+# libtpu 0.0.52 the program is the same to the byte on v5e, and does not compile on v5p and v6e
+# ("not supported/recommended on platforms other than TPU v5e").
 
 _iha_flag() {
   case " ${LIBTPU_INIT_ARGS:-} " in

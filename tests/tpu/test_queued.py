@@ -1,3 +1,6 @@
+import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +12,7 @@ from tpu.package import Package
 from tpu.resource import Found, Reply, Request, Resource
 from tpu.slices import Slice
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 ZONE = ("--zone", "us-west4-a", "--project", "p")
 TPU = ("--tpu", "v5p:2x2x2")  # two hosts
 TRAINING = ("--", "configs/x.py", "--directory", "/mnt/b/runs")
@@ -359,3 +363,10 @@ def test_wrong_arguments_are_explained(capsys, arguments, message):
         queued.main(arguments)
     assert exit.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("module", ["tpu.queued", "tpu.gke"])
+def test_the_launchers_need_nothing_but_python(module):
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {module}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.stderr == ""

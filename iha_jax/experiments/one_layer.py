@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from iha_jax.data.tasks import RelationComposition
@@ -20,6 +21,9 @@ from iha_jax.models.encoder import Encoder, EncoderConfig
 from iha_jax.training.optimizer import kind_of
 from iha_jax.training.state import ModelFunctions, Params
 from iha_jax.viz import attention_patterns
+
+_SECONDS_BETWEEN_SNAPSHOTS = 5
+"""What an interruption costs at most, beside the epoch it falls into."""
 
 Data = tuple[tuple[Array, Array], ...]
 """Inputs and targets, int8 ``[examples, m²]``, for every size m."""
@@ -165,7 +169,7 @@ class _Programs(NamedTuple):
 def _programs(experiment: OneLayer) -> _Programs:
     """Compiled functions; the learning rate is an argument, so that a grid compiles every variant once."""
     config = experiment.model
-    functions = ModelFunctions(Encoder(config, rngs=jax.random.key(0)))
+    functions = ModelFunctions(nnx.eval_shape(lambda: Encoder(config, rngs=jax.random.key(0))))
     optimizer = optax.scale_by_adam()
     factors = {path: experiment.mixing_lr_multiplier if kind_of(path) == "mixing" else 1.0 for path in functions.params}
 
@@ -273,7 +277,7 @@ class _Run:
 
     def save(self) -> None:
         """Writes the file, every few seconds at most."""
-        if time.monotonic() - self._saved < 5:
+        if time.monotonic() - self._saved < _SECONDS_BETWEEN_SNAPSHOTS:
             return
         meta = {name: getattr(self, name) for name in ("epoch", "best_epoch", "best_loss", "seconds", "curves")}
         save_snapshot(self._file, (self.params, self.optimizer, self.best), meta)

@@ -11,6 +11,7 @@ from iha_jax.viz import mixing_summary
 
 # Pictures of pseudo-heads get large: so many heads, and so many tokens of each, are shown.
 _HEADS, _TOKENS = 2, 8
+_TENSORS = ("query", "key", "value", "collapse")
 
 
 def looks_inside(cells: Sequence[Cell]) -> str:
@@ -33,7 +34,7 @@ def looks_inside(cells: Sequence[Cell]) -> str:
 
 
 def _mixing(arrays: dict[str, np.ndarray]) -> str:
-    tensors = {name.removeprefix("mixing/"): x for name, x in arrays.items() if name.startswith("mixing/")}
+    tensors = {name: arrays[f"mixing/{name}"] for name in _TENSORS if f"mixing/{name}" in arrays}
     if not tensors:
         return ""
     limit = max(float(np.abs(x).max()) for x in tensors.values())

@@ -115,17 +115,17 @@ def _in_short(results: _Results) -> str:
     for setting in results.comparison.settings:
         base = spread(list(results.values(setting, baseline, metric.name).values()))
         if base.count:
-            lines.append(f"<li>{_text(setting)}: {_text(baseline)} {_value(base, metric)}.<ul>")
+            lines.append(f"<li>{_text(setting)}: {_text(baseline)} reaches {_value(base, metric)}.<ul>")
         else:
             lines.append(f"<li>{_text(setting)}.<ul>")
         for variant in results.variants(setting):
             if variant != baseline:
                 found = spread(list(results.values(setting, variant, metric.name).values()))
-                lines.append(f"<li>{_text(variant)} {_value(found, metric)}")
+                lines.append(f"<li>{_text(variant)}: {_value(found, metric)}")
                 difference = results.difference(setting, variant, metric)
                 if difference.spread.count:
                     lines.append(
-                        f": {_difference(difference.spread, metric)}; better with {difference.better} of "
+                        f", {_difference(difference.spread, metric)}; better with {difference.better} of "
                         f"{difference.spread.count} seeds"
                     )
                 lines.append(".</li>")
@@ -141,7 +141,7 @@ def _results_table(results: _Results, setting: str) -> str:
     best = {m.name: _best(results, setting, variants, m) for m in metrics}
     head = ["variant"]
     for metric in metrics:
-        head += [f"{metric.label} {'↑' if metric.higher_is_better else '↓'}", f"less that of {baseline}"]
+        head += [f"{metric.label} {'↑' if metric.higher_is_better else '↓'}", f"minus {baseline}"]
     rows = []
     for variant in variants:
         row = [_text(variant)]

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
-from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_plan import LANES, VMEM_LIMIT, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
 
 F32 = jnp.float32
@@ -29,7 +29,8 @@ class Scratch(NamedTuple):
     rows: Any  # float32 [tile, max(H, Hv)]
     out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
     bias: Any  # float32 [rows, chunk], local only
-    scores: Any  # float32 [2, rows, chunk], local only
+    scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
+    of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
     weights: Any  # [2, groups*unit or rows, chunk], local only
 
 
@@ -47,6 +48,7 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
         pltpu.VMEM(out_rows, F32),
         local_only(spec, spec.rows, spec.chunk),
         local_only(spec, 2, spec.rows, spec.chunk),
+        local_only(spec, 2, spec.rows, LANES),
         local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
     ]
     lanes = spec.out_heads * spec.value_dim
@@ -188,20 +190,39 @@ def _kernel(spec: Spec, structure, *refs) -> None:
             tile.zero(ref)
 
     if spec.kind == "local":
+        keep_mask(spec, step, tokens, scratch)
         tile.advance(spec, step, scratch.key, scratch.value)
 
-    @pl.when(step < spec.key_tiles)
-    def _():
-        arrive(spec, step, tokens, weights, scratch)
+    # Where every step does both there is no branch between them, and the compiler overlaps them.
+    attends = step >= spec.delay if spec.delay else True
+    when(step < spec.key_tiles if spec.key_tiles < spec.steps else True, arrive, spec, step, tokens, weights, scratch)
+    when(attends, _attend, spec, step, tokens, weights, scratch, out_ref)
 
-    @pl.when(step >= spec.delay)
-    def _():
-        _attend(spec, step, tokens, weights, scratch, out_ref)
+
+def when(condition, body, *args) -> None:
+    """Calls ``body`` if the condition holds, which may be known beforehand."""
+    if condition is True:
+        body(*args)
+    else:
+        pl.when(condition)(lambda: body(*args))
+
+
+def keep_mask(spec: Spec, step: Array, tokens: Tokens, scratch) -> None:
+    """Local: writes the mask of a step's query tile unless it is that of the tile before."""
+
+    def write():
+        scratch.bias[...] = tile.mask_bias(spec, query_columns(tokens), tokens.key_index[0, 0])
+
+    if spec.own_masks is None:
+        write()
+    else:
+        first, last = spec.own_masks
+        turn = step - spec.delay
+        pl.when((turn <= first) | (turn >= last))(write)
 
 
 def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: Scratch, out_ref) -> None:
     take_turn(spec, tokens, weights, scratch)
-    columns = query_columns(tokens)
     if spec.across_heads:
         tile.zero(scratch.out)
 
@@ -215,26 +236,42 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
             scratch.out[head] = result
 
     if spec.kind == "local":
-        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
         at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
 
         def score(head, slot):
-            key = scratch.key[tile.kv_head(spec, head), at, :]
-            scratch.scores[slot] = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
+            for part in spec.parts:
+                key = scratch.key[tile.kv_head(spec, head), tile.columns_of(part, at), :]
+                bias = scratch.bias[part.rows, part.columns]
+                scores = tile.logits(spec, scratch.query[head, part.rows, :], key, bias)[0]
+                scratch.scores[slot, part.rows, part.columns] = scores
+                scratch.of_rows[slot, part.rows, :] = tile.all_lanes(tile.top_of(spec, scores))
+
+        def exponentiate(head, slot):
+            for part in spec.parts:
+                top = tile.over_lanes(scratch.of_rows[slot, part.rows, :], part.width)
+                scores = jnp.exp2(scratch.scores[slot, part.rows, part.columns] - top)
+                scratch.scores[slot, part.rows, part.columns] = scores
+                over = tile.all_lanes(tile.reciprocal(spec, jnp.sum(scores, axis=1, keepdims=True)))
+                if not spec.across_heads:
+                    over = weights.collapse[head, part.rows] * over
+                scratch.of_rows[slot, part.rows, :] = over
 
         def normalise(head, slot):
-            scores = scratch.scores[slot]
-            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            scores = jnp.exp2(scores - top)
-            over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
-            scratch.weights[slot] = _weights(spec, weights, head, scores, over)
+            del head
+            for part in spec.parts:
+                scores, factor = scratch.scores[slot, part.rows, part.columns], scratch.of_rows[slot, part.rows, :]
+                scratch.weights[slot, part.weight_rows, part.columns] = _weights(spec, scores, factor)
 
         def multiply(head, slot):
-            value = scratch.value[tile.kv_head(spec, head), at, :]
-            keep(head, tile.dot(spec, scratch.weights[slot], value))
+            found = []
+            for part in spec.parts:
+                value = scratch.value[tile.kv_head(spec, head), tile.columns_of(part, at), :]
+                found.append(tile.dot(spec, scratch.weights[slot, part.weight_rows, part.columns], value))
+            keep(head, found[0] if len(found) == 1 else jnp.concatenate(found, axis=0))
 
-        tile.pipeline(spec.heads, score, normalise, multiply)
+        tile.pipeline(spec.heads, spec.turns(1200), score, exponentiate, normalise, multiply)
     else:
+        columns = query_columns(tokens)
         tile.for_each(
             spec.heads,
             lambda head: keep(head, _sweep(spec, step - spec.delay, tokens, weights, scratch, columns, head)),
@@ -245,12 +282,16 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         _write_heads(spec, scratch, out_ref)
 
 
-def _weights(spec: Spec, weights: Weights, head, scores: Array, over: Array) -> Array:
-    """Probabilities in the heads' dtype: collapsed ``[groups*unit, chunk]``, or across heads all ``[rows, chunk]``."""
-    if spec.across_heads:
-        return (scores * over).astype(spec.dtype)
-    scores = scores * tile.over_lanes(weights.collapse[head] * over, spec.chunk)
-    return tile.per_unit(spec, scores).astype(spec.dtype)
+def _weights(spec: Spec, scores: Array, factor: Array) -> Array:
+    """Probabilities in the heads' dtype: collapsed ``[groups*unit, c]``, or across heads all ``[rows, c]``.
+
+    Args:
+      spec: static description.
+      scores: unnormalised probabilities ``[rows, c]``.
+      factor: ``[rows, 128]``, what normalises them, times the weight in a per-head collapse.
+    """
+    scores = scores * tile.over_lanes(factor, scores.shape[1])
+    return (scores if spec.across_heads else tile.per_unit(spec, scores)).astype(spec.dtype)
 
 
 def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
@@ -270,11 +311,13 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
     top, total = tile.over_chunks(spec, number, statistics, start)
-    over = tile.reciprocal(total)
+    factor = tile.all_lanes(tile.reciprocal(spec, total))
+    if not spec.across_heads:
+        factor = weights.collapse[head] * factor
 
     def result(j, carry, masked):
         scores, at = scores_of(j, masked)
-        found = _weights(spec, weights, head, jnp.exp2(scores - top), over)
+        found = _weights(spec, jnp.exp2(scores - top), factor)
         return carry + tile.dot(spec, found, scratch.value[kv, at, :])
 
     return tile.over_chunks(spec, number, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))

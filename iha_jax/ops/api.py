@@ -7,12 +7,13 @@ from jaxtyping import Array, Float, Int
 
 from iha_jax import sharding
 from iha_jax.ops.arguments import Arguments, validate
+from iha_jax.ops.block_sizes import FEW_QUERIES
 from iha_jax.ops.blockwise import blockwise
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.pallas_gpu import pallas_gpu
 from iha_jax.ops.pallas_gpu import why_not as why_not_gpu
 from iha_jax.ops.pallas_tpu import pallas_tpu, why_not
-from iha_jax.ops.pallas_tpu_decode import FEW_QUERIES, is_decoding, pallas_tpu_decode, why_not_decode
+from iha_jax.ops.pallas_tpu_decode import is_decoding, pallas_tpu_decode, why_not_decode
 from iha_jax.ops.reference import reference
 from iha_jax.ops.rope import Rope
 from iha_jax.ops.sharded import attend_sharded, layout_of
@@ -124,9 +125,9 @@ def _attend(implementation: Implementation, args: Arguments) -> Array:
     elif implementation == "pallas" and sharding.on_gpu():
         if (reason := why_not_gpu(args)) is not None:
             raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
-        return pallas_gpu(args.cleared())
+        return pallas_gpu(args)
     if implementation == "pallas" and decodes:
         return pallas_tpu_decode(args)
     if implementation == "pallas" and (reason := why_not(args)) is not None:
         raise NotImplementedError(f'implementation="pallas": {reason}; use "blockwise", or None for the best.')
-    return _IMPLEMENTATIONS[implementation](args.cleared())
+    return _IMPLEMENTATIONS[implementation](args)

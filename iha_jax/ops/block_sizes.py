@@ -56,6 +56,17 @@ ROW_OVERHEAD = 24
 """A product of r rows costs about as much as r + ROW_OVERHEAD rows of a large one (measured on CPU at H = 32)."""
 
 
+FEW_QUERIES = 64
+"""Below this many query tokens over more keys it is decoding: the kernels of whole sequences would be mostly padding (a
+tile has 160 to 256 pseudo-queries or at least 8 tokens), and all would unfold the keys for it."""
+
+STREAM_SHARE = 8
+"""Decoding in XLA: a tile's pseudo-keys are 1/8 of the cached keys; smaller tiles save no more than their rotations."""
+
+STREAM_TILE = 64
+"""Decoding in XLA: fewest tokens of a tile; shorter products cost more than they save."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Band:
     """Which keys a query tile touches, in tokens relative to the tile: ``left`` before it, ``right`` after it."""

@@ -6,6 +6,7 @@ at a time, form their pseudo-keys once, and run query tiles against all keys of 
 into stripes that see only their prefix. Every tile holds all the keys its queries can see, so its probabilities
 are final in one pass and no running maximum is needed. The backward pass recomputes a tile from base heads and
 its rows' saved maxima and sums (`jax.checkpoint`); first- and higher-order, forward- and reverse-mode derivatives work.
+Decoding over a long cache has a driver of its own, `streaming.py`.
 """
 
 import functools
@@ -21,6 +22,7 @@ from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.block_sizes import UNROLL, NarrowPlan, Slab, SlabPlan
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.rope import apply_rope, rope_tables
+from iha_jax.ops.streaming import streaming, streams
 from iha_jax.ops.tiles import (
     NEVER_SEEN,
     SOFTMAX_ROWS,
@@ -36,6 +38,9 @@ from iha_jax.ops.tiles import (
 
 def blockwise(args: Arguments) -> Array:
     """Serves every argument of the contract."""
+    if streams(args):
+        return streaming(args)
+    args = args.cleared()
     plan, form = forms.choose(forms.Problem.of(args))
     spec = TileSpec(
         form, args.scale, args.logits_soft_cap, args.precision, args.compute_dtype, args.causal, args.window

@@ -93,7 +93,7 @@ def pallas_gpu(args: Arguments) -> Array:
     Returns:
       ``[B, T, N, Hv]``.
     """
-    spec = spec_of(args)
+    spec, args = spec_of(args), args.cleared()
     mixing = args.mixing
     out: Any = fused(spec, prepare.tokens(args, spec), (mixing.query, mixing.key, mixing.value, mixing.collapse))
     return out[:, : spec.query_len]

@@ -73,7 +73,7 @@ def pallas_tpu(args: Arguments) -> Array:
     Returns:
       ``[B, T, N, Hv]``.
     """
-    spec = spec_of(args)
+    spec, args = spec_of(args), args.cleared()
     out: Any = fused(spec, prepare.tokens(args, spec), prepare.weights(args, spec))
     out_heads = args.mixing.collapse.shape[0]
     out = prepare.heads_from_lanes(out, args.query.shape[1], out_heads, args.value.shape[3])

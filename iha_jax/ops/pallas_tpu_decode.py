@@ -15,15 +15,12 @@ from jaxtyping import Array
 
 from iha_jax.ops import masks, mixing
 from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.block_sizes import FEW_QUERIES
 from iha_jax.ops.blockwise import blockwise
 from iha_jax.ops.pallas_tpu_decode_kernel import Inputs, decode_kernel
 from iha_jax.ops.pallas_tpu_decode_plan import DecodeSpec, decode_plan
 from iha_jax.ops.pallas_tpu_plan import LANES, DoesNotFit
 from iha_jax.ops.rope import apply_rope, rope_tables, turn_limbs
-
-FEW_QUERIES = 64
-"""Below this many query tokens the kernels of whole sequences are mostly padding (a tile has 160 to 256 pseudo-queries
-or at least 8 tokens) and each of their tiles would unfold all keys again."""
 
 _ARRAYS = (
     *("query", "key", "value", "mixing", "query_positions", "key_positions", "query_segment_ids", "key_segment_ids"),
@@ -81,7 +78,7 @@ def _decode_backward(static, arrays, d_out):
     floating = {name: arrays[name] for name in ("query", "key", "value", "mixing")}
 
     def attend(floating):
-        return blockwise(Arguments(**{**arrays, **floating}, **dict(static)).cleared())
+        return blockwise(Arguments(**{**arrays, **floating}, **dict(static)))
 
     (gradients,) = jax.vjp(attend, floating)[1](d_out)
     none = {name: np.zeros(x.shape, jax.dtypes.float0) for name, x in arrays.items() if name not in floating}

@@ -12,6 +12,7 @@ from iha_jax.ops.rope import apply_rope, rope_tables
 
 def reference(args: Arguments) -> Array:
     """Materialises every pseudo-head and the whole score matrix. Takes validated arguments, any order of tokens."""
+    args = args.cleared()
     m, p, f32 = args.mixing, args.num_pseudo_heads, args.compute_dtype
     groups = m.num_heads // m.num_kv_heads
 

@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
+from iha_jax import compat
 from iha_jax.models import Transformer
 from iha_jax.training.config import EvaluationConfig, MeshConfig, OptimizerConfig
 from iha_jax.training.display import Display
@@ -193,6 +195,18 @@ def test_the_mesh_takes_the_devices_at_hand():
         MeshConfig(tensor=-1)
     with pytest.raises(ValueError, match=r"mesh.tensor must be at least 1.*got 0"):
         MeshConfig(tensor=0)
+
+
+@pytest.mark.slow
+def test_the_first_axis_goes_over_slices(monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
+    mesh = compat.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), devices=devices)
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"mesh axis 'replica' goes over the 2 slices and .* got 1"):
+        compat.make_mesh((1, 8), ("replica", "fsdp"), devices=devices)
 
 
 @pytest.mark.parametrize(

@@ -233,13 +233,15 @@ class Babysitter:
     def _recreate(self, reason: str) -> None:
         """Gives the resource back, and waits until its name is free."""
         self._running_since = None
-        self._spend("recreations", f"{self._resource.name} is lost ({reason})")
+        seconds = self._count("recreations", f"{self._resource.name} is lost ({reason})")
+        # First of all: what is left of it costs money.
         self._patiently(self._resource.delete)
         while (found := self._patiently(self._resource.describe)) is not None:
             self._say_once(f"{self._resource.name}: {found.state}")
             if found.state not in ("DELETING", "SUSPENDING"):
                 self._patiently(self._resource.delete)
             self._sleep(self._policy.poll)
+        self._sleep(seconds)
         self._create()
 
     def _launch(self, found: Found) -> None:
@@ -293,7 +295,11 @@ class Babysitter:
                 return result
 
     def _spend(self, what: str, reason: str) -> None:
-        """Counts a failure and waits, longer every time in a row."""
+        """Counts a failure and waits."""
+        self._sleep(self._count(what, reason))
+
+    def _count(self, what: str, reason: str) -> float:
+        """Counts a failure: seconds to wait before the next attempt, more every time in a row."""
         limit = getattr(self._policy, what)
         self._counts[what] += 1
         count = self._counts[what]
@@ -301,7 +307,7 @@ class Babysitter:
             raise GiveUpError(f"{reason}; given up after {limit} {what} in a row")
         seconds = min(self._policy.backoff * 2 ** (count - 1), self._policy.longest_backoff)
         self._log(f"{reason}; {what} {count} of {limit}, in {seconds:.0f} s")
-        self._sleep(seconds)
+        return seconds
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

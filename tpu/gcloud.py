@@ -1,7 +1,10 @@
 """Calling ``gcloud``, and what its errors mean."""
 
+import contextlib
 import enum
+import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
 
@@ -90,15 +93,14 @@ class Gcloud:
         command = self.command(*arguments)
         shown = " ".join(command[:6])
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=None if echo else subprocess.PIPE,
                 text=True,
                 errors="replace",
-                timeout=timeout,
-                check=False,
+                start_new_session=True,
             )
         except FileNotFoundError:
             raise GcloudError(
@@ -106,17 +108,28 @@ class Gcloud:
                 "gcloud is not on the PATH: install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install) "
                 "and run 'gcloud auth login'",
             ) from None
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout or ""
-            text = output if isinstance(output, str) else output.decode(errors="replace")
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            output = _kill(process)
             raise GcloudError(
-                Kind.TRANSIENT, f"'{shown} ...' did not answer in {timeout:.0f} s (timed out)", text
+                Kind.TRANSIENT, f"'{shown} ...' did not answer in {timeout:.0f} s (timed out)", output
             ) from None
-        if done.returncode:
-            errors = (done.stderr or "").strip()
-            last = errors[-2000:] or f"exit status {done.returncode}"
-            raise GcloudError(kind_of(errors), f"'{shown} ...' failed: {last}", done.stdout)
-        return done.stdout
+        except BaseException:
+            _kill(process)
+            raise
+        if process.returncode:
+            errors = (errors or "").strip()
+            last = errors[-2000:] or f"exit status {process.returncode}"
+            raise GcloudError(kind_of(errors), f"'{shown} ...' failed: {last}", output)
+        return output
+
+
+def _kill(process: subprocess.Popen[str]) -> str:
+    """Ends gcloud and the ssh processes it started, which would hold its pipes; what it had printed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0]
 
 
 def kind_of(errors: str) -> Kind:

@@ -199,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
             "--create-argument",
             action="append",
             default=[],
-            metavar="=--FLAG=VALUE",
-            help="a further argument of 'gcloud compute tpus queued-resources create'; may be repeated",
+            metavar="ARGUMENT",
+            help="further, --create-argument=--tags=x, of 'gcloud ... queued-resources create'; may be repeated",
         )
 
     add_request(command("create", _create, "ask for the resource; done if it was asked for before"))

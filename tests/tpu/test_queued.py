@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.tpu.conftest import executable
 from tpu import queued
 from tpu.babysit import Babysitter, GiveUpError, Job, Policy
 from tpu.gcloud import Gcloud, GcloudError, Kind
@@ -321,6 +322,15 @@ def test_run_status_logs_stop_delete(cloud, capsys):
     for _ in range(2):
         assert queued.main(["delete", "r", *ZONE]) == 0
     assert queued.main(["status", "r", *ZONE]) == 1
+
+
+def test_a_gcloud_that_hangs_is_ended_with_all_it_started(programs, tmp_path):
+    executable(programs / "gcloud", f"#!/bin/bash\necho early\nsleep 61 & echo $! >{tmp_path}/child\nsleep 61\n")
+    with pytest.raises(GcloudError, match="did not answer in 1 s") as error:
+        Gcloud("z").run("compute", timeout=1)
+    assert (error.value.kind, error.value.output) == (Kind.TRANSIENT, "early\n")
+    child = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    wait_for(lambda: not child.exists() or " Z " in child.read_text())
 
 
 def test_without_gcloud_it_says_what_to_install(capsys, monkeypatch, tmp_path):

@@ -202,7 +202,10 @@ class _Connected(Processes):
     def abandon(self, error: BaseException) -> None:
         if not isinstance(error, _EXPECTED):
             traceback.print_exception(error)
-        self._end(str(error), own=True)
+        text = str(error)
+        if isinstance(error, jax.errors.JaxRuntimeError):  # a connection that breaks off, for one
+            text += "\nIf another process died, its own output says why; the same command, given to all again, resumes"
+        self._end(text, own=True)
 
     def close(self) -> None:
         self.share("leaving", None)  # nobody posts anything any more

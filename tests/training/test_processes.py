@@ -148,9 +148,8 @@ def test_a_killed_process_ends_the_other_and_the_run_resumes(plain, cache):
         assert codes[1] == -signal.SIGKILL
         output = launch.output(0)
     # Whichever notices first: the missing heartbeat, or a sum that breaks off.
-    assert (
-        "error: process 1 is gone" in output or "Connection closed by peer" in output or "another task died" in output
-    )
+    assert "error: " in output or "another task died" in output
+    assert any(words in output for words in ("process 1 is gone", "another process died", "another task died"))
     saved = max(int(p.name) for p in (run.run_directory / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 4
     end = dataclasses.replace(run, steps=saved + 4)

@@ -55,7 +55,9 @@ def test_decoding_does_not_unfold_the_cache(positions, pseudo):
 
     compiled = jax.jit(decode).lower(query, key, key, mixing, short, short, long, long).compile()
     cache_bytes = 2 * 4 * key.size
-    assert compiled.memory_analysis().temp_size_in_bytes <= 0.25 * cache_bytes, compiled.memory_analysis().temp_size_in_bytes / cache_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes <= 0.25 * cache_bytes, (
+        compiled.memory_analysis().temp_size_in_bytes / cache_bytes
+    )
 
 
 def test_temporaries_of_a_window_layer_grow_with_length_only():

@@ -135,6 +135,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pltpu.VMEM((spec.kv_heads, spec.rows, h), jnp.dtype(spec.dtype)),
         pltpu.VMEM((spec.kv_heads, spec.rows, v), jnp.dtype(spec.dtype)),
     ]
+    blocks = zip([*in_specs, *out_specs], (x.dtype for x in [*arrays, *out_shape]), strict=True)
     found = pl.pallas_call(
         functools.partial(_kernel, spec, structure),
         grid=(spec.batch, spec.backward_steps),
@@ -146,7 +147,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
-        cost_estimate=cost_estimate(spec, backward=True),
+        cost_estimate=cost_estimate(spec, backward=True, blocks=blocks),
         interpret=interpret,
         name=f"iha_backward_{spec.kind}",
     )(*arrays)

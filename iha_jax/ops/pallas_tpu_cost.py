@@ -1,9 +1,14 @@
 """The work of the fused TPU kernels, counted from their own tiles, for the compiler's scheduler and for estimates."""
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jaxtyping import DTypeLike
 
 from iha_jax.ops import tuning
 from iha_jax.ops.forms import Problem
@@ -90,20 +95,37 @@ def flops_of(problem: Problem, dtype: str) -> tuple[int, int] | None:
     return spec.groups * flops(spec, False), spec.groups * flops(spec, True)
 
 
-def cost_estimate(spec: Spec, backward: bool) -> pl.CostEstimate:
-    """What the compiler is told about a call."""
-    size = jnp.dtype(spec.dtype).itemsize
-    queries = spec.batch * spec.query_tiles * spec.tile
-    keys = spec.batch * spec.key_tiles * spec.tile
-    read_queries = queries * spec.sources * spec.head_dim
-    read_keys = keys * spec.key_sources * (spec.head_dim + spec.value_dim)
-    outputs = queries * spec.out_heads * spec.value_dim
-    exponentials = spec.batch * spec.heads * chunk_visits(spec) * spec.rows * spec.chunk
-    moved = read_queries + read_keys + outputs
-    if backward:
-        moved += read_queries + 2 * read_keys  # gradients, and the departing tile's base heads once more
+def moved_bytes(grid: tuple[int, ...], blocks: Iterable[tuple[pl.BlockSpec, DTypeLike]]) -> int:
+    """Bytes that a call moves between main memory and the chip: a block each time its index changes.
+
+    Args:
+      grid: of the call, the last axis fastest.
+      blocks: block and dtype of every operand and result.
+    """
+    steps = [x.reshape(-1) for x in np.indices(grid, dtype=np.int32)]
+    total = 0
+    with jax.ensure_compile_time_eval():
+        for block, dtype in blocks:
+            index = np.stack(np.broadcast_arrays(*(np.asarray(i) for i in block.index_map(*steps)), steps[0])[:-1])
+            fetches = 1 + int(np.count_nonzero((np.diff(index, axis=1) != 0).any(axis=0)))
+            total += fetches * math.prod(block.block_shape) * jnp.dtype(dtype).itemsize
+    return total
+
+
+def cost_estimate(spec: Spec, backward: bool, blocks: Iterable[tuple[pl.BlockSpec, DTypeLike]]) -> pl.CostEstimate:
+    """What the compiler is told about a call.
+
+    Args:
+      spec: static description.
+      backward: whether it is the backward kernel.
+      blocks: block and dtype of every operand and result.
+    """
+    steps = spec.backward_steps if backward else spec.steps
+    scores = spec.batch * spec.heads * chunk_visits(spec) * spec.rows * spec.chunk
+    sweeps = 1 if spec.kind == "local" else 2
     return pl.CostEstimate(
         flops=flops(spec, backward),
-        bytes_accessed=moved * size,
-        transcendentals=exponentials * (1 if spec.kind == "local" else 2),
+        bytes_accessed=moved_bytes((spec.batch, steps), blocks),
+        # A power of two for every score, and the hyperbolic tangent of a cap.
+        transcendentals=scores * sweeps * (1 if spec.logits_soft_cap is None else 2),
     )

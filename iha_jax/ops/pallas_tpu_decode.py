@@ -50,11 +50,12 @@ def pallas_tpu_decode(args: Arguments) -> Array:
       ``[B, T, N, Hv]`` in the query's dtype.
     """
     static = tuple((x.name, getattr(args, x.name)) for x in dataclasses.fields(args) if x.name not in _ARRAYS)
-    return _decode(static, {name: getattr(args, name) for name in _ARRAYS})
+    return iha_decode(static, {name: getattr(args, name) for name in _ARRAYS})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decode(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any]) -> Array:
+def iha_decode(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any]) -> Array:
+    """The operation as a differentiable function of its arrays."""
     args = Arguments(**arrays, **dict(static))
     spec = decode_plan(args)
     operands = decode_inputs(args, spec)
@@ -71,7 +72,7 @@ def _decode(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any]) -> Arra
 
 
 def _decode_forward(static, arrays):
-    return _decode(static, arrays), arrays
+    return iha_decode(static, arrays), arrays
 
 
 def _decode_backward(static, arrays, d_out):
@@ -85,7 +86,7 @@ def _decode_backward(static, arrays, d_out):
     return ({**gradients, **none},)
 
 
-_decode.defvjp(_decode_forward, _decode_backward)
+iha_decode.defvjp(_decode_forward, _decode_backward)
 
 
 def decode_inputs(args: Arguments, spec: DecodeSpec) -> tuple[Inputs, Array, Array]:

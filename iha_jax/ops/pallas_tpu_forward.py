@@ -52,17 +52,19 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
         local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
     ]
     lanes = spec.out_heads * spec.value_dim
+    out_spec = pl.BlockSpec((1, spec.tile, lanes), lambda b, s: (b, query_tile(spec, s), 0))
+    blocks = [*zip(specs, (x.dtype for x in arrays), strict=True), (out_spec, spec.out_dtype)]
     return pl.pallas_call(
         functools.partial(_kernel, spec, structure),
         grid=(spec.batch, spec.steps),
         in_specs=specs,
-        out_specs=pl.BlockSpec((1, spec.tile, lanes), lambda b, s: (b, query_tile(spec, s), 0)),
+        out_specs=out_spec,
         out_shape=jax.ShapeDtypeStruct((spec.batch, spec.query_tiles * spec.tile, lanes), spec.out_dtype),
         scratch_shapes=shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
-        cost_estimate=cost_estimate(spec, backward=False),
+        cost_estimate=cost_estimate(spec, backward=False, blocks=blocks),
         interpret=interpret,
         name=f"iha_forward_{spec.kind}",
     )(*arrays)

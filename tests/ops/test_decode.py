@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from iha_jax import HeadMixing, Rope, YarnScaling
-from iha_jax.ops import pallas_tpu_decode, pallas_tpu_decode_plan
+from iha_jax.ops import pallas_tpu_decode, pallas_tpu_decode_kernel, pallas_tpu_decode_plan
 from iha_jax.ops.arguments import validate
+from tests import jaxpr_flops
 from tests.ops import cases
 from tests.ops.test_oracle import MEAN_TOLERANCE, OUTPUT_TOLERANCE
 
@@ -135,3 +136,18 @@ def test_what_does_not_fit_takes_blockwise(monkeypatch):
     program = jax.make_jaxpr(lambda *x: cases.call(BASE, None, *x))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert "pallas_call" not in str(program(arrays, integers))
+
+
+@pytest.mark.parametrize("rope", [Rope(), TOKEN], ids=["virtual", "token"])
+def test_cost_is_what_a_visit_executes(rope, small_tiles):
+    spec = variant(H=128, Hv=128, rope=rope)
+    arrays, integers = cases.draw(spec, 0)
+    query, key, value, *mixing = (jnp.asarray(x) for x in arrays)
+    args = validate(query, key, value, HeadMixing(*mixing), precision="highest", **spec.options, **{
+        name: integers.get(name) for name in cases.INTEGERS
+    })  # fmt: skip
+    found = pallas_tpu_decode_plan.decode_plan(args)
+    operands = pallas_tpu_decode.decode_inputs(args, found)
+    kernel = lambda *x: pallas_tpu_decode_kernel.decode_kernel(found, *x, interpret=True)  # noqa: E731
+    counted = jaxpr_flops.matmul_flops(kernel, *operands) * found.batch * found.tiles
+    assert pallas_tpu_decode_kernel.decode_cost(found).flops == counted

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxpr_as_fun
 
 from iha_jax import Rope
-from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan, tuning
+from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan, pallas_tpu_tile, tuning
 from iha_jax.ops import pallas_tpu_prepare as prepare
 from iha_jax.ops.arguments import validate
 from iha_jax.ops.block_sizes import Sizes
@@ -162,7 +163,89 @@ def test_cost_is_what_a_kernel_executes(across_heads):
         # The pipeline over heads computes the last head's scores twice.
         claimed = pallas_tpu_cost.flops(found, is_backward)
         assert claimed <= counted <= claimed * (1 + 1.01 / found.heads)
-        assert pallas_tpu_cost.cost_estimate(found, is_backward).flops == claimed
+        (call,) = pallas_calls(kernel, *inputs)
+        estimate = call["cost_estimate"]
+        assert estimate.flops == claimed
+        assert estimate.bytes_accessed == bytes_by_walking(call["grid_mapping"])
+        counted = transcendental_elements(call["jaxpr"]) * found.batch * found.steps
+        # Beside the powers of scores: the score pipeline's surplus head.
+        assert estimate.transcendentals <= counted <= estimate.transcendentals * (1 + 1.01 / found.heads)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 10, "N": 2, "P": 20},
+        pytest.param({"B": 3, "causal": None, "window": 17, "P": 8, "layout": "packed"}, marks=pytest.mark.slow),
+        pytest.param({"B": 2, "T": 600, "S": 600, "layout": "packed"}, marks=pytest.mark.slow),
+        {"T": 300, "S": 290, "causal": None, "rope": None, "across_heads": True},
+    ],
+    ids=str,
+)
+def test_bytes_are_what_the_blocks_move(changes):
+    """Operands fetched once a step, once a row or once in all; a local or global kernel, forward and backward."""
+    args = arguments(variant(**changes))
+    found = pallas_tpu.spec_of(args)
+    operands = prepare.tokens(args, found), prepare.weights(args, found)
+    out = jax.eval_shape(lambda *x: forward(found, *x, interpret=True), *operands)
+    for kernel, inputs in ((forward, operands), (backward, (*operands, out))):
+        (call,) = pallas_calls(lambda *x, kernel=kernel: kernel(found, *x, interpret=True), *inputs)
+        assert call["cost_estimate"].bytes_accessed == bytes_by_walking(call["grid_mapping"])
+
+
+@pytest.mark.parametrize("spec", [variant(T=600, S=600), variant(T=300, S=290, causal=None)], ids=["causal", "not"])
+def test_visits_are_the_loops_of_the_kernel(spec):
+    found = pallas_tpu.spec_of(arguments(spec))
+    assert found.kind == "global"
+    turns = 0
+    for number in range(found.query_tiles):
+        low, high = pallas_tpu_tile.chunk_range(found, jnp.int32(number))
+        turns += int(high) - int(low)
+    assert turns == pallas_tpu_cost.chunk_visits(found)
+
+
+def pallas_calls(function, *args) -> list[dict]:
+    """The parameters of every kernel call in a traced function."""
+
+    def find(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                yield eqn.params
+                continue
+            for value in eqn.params.values():
+                for inner in jaxpr_flops._jaxprs(value):
+                    yield from find(inner)
+
+    return list(find(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def bytes_by_walking(mapping) -> int:
+    """One grid step after the other: a block is moved when its index is not that of the step before."""
+    total = 0
+    for block in mapping.block_mappings:
+        index_map = jaxpr_as_fun(block.index_map_jaxpr)
+        shape = [getattr(size, "block_size", size) for size in block.block_shape]
+        previous = None
+        steps = np.array(list(np.ndindex(*mapping.grid)), np.int32)
+        for index in zip(*jax.vmap(index_map)(*steps.T), strict=True):
+            index = tuple(int(i) for i in index)
+            if index != previous:
+                total += int(np.prod(shape)) * block.array_shape_dtype.dtype.itemsize
+            previous = index
+    return total
+
+
+def transcendental_elements(jaxpr) -> int:
+    """Results of powers and hyperbolic tangents, loops times their length."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("exp", "exp2", "tanh"):
+            total += eqn.outvars[0].aval.size
+        repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            for inner in jaxpr_flops._jaxprs(value):
+                total += repeats * transcendental_elements(inner)
+    return total
 
 
 @pytest.mark.parametrize("pseudo", [1, 2, 3, 4, 8, 20])

@@ -93,6 +93,88 @@ def test_shapes_and_options(case):
     assert compiled.as_text().count("tpu_custom_call") >= 2
 
 
+# Every head dimension, P, N, sharing and window of the kernels' promise at least once, mostly together with others.
+MATRIX = [
+    {"N": 4, "P": 1, "H": 128, "T": 1024, "window": 64},
+    {"N": 4, "P": 2, "H": 64, "T": 1024, "window": 1},
+    {"N": 4, "P": 4, "H": 80, "T": 1024, "window": 1024},
+    {"N": 4, "P": 20, "H": 128, "T": 512, "window": 1, "causal": "token"},
+    {"N": 6, "P": 4, "H": 64, "T": 1024, "window": 16},
+    {"N": 6, "P": 8, "H": 128, "T": 1024},
+    {"N": 6, "K": 3, "P": 2, "H": 80, "T": 1024, "window": 512},
+    {"N": 6, "P": 20, "H": 80, "T": 512, "window": 5},
+    {"N": 20, "P": 1, "H": 80, "T": 1024, "window": 128},
+    {"N": 20, "P": 3, "H": 128, "T": 1024, "window": 32},
+    {"N": 20, "K": 5, "P": 8, "H": 64, "T": 1024, "window": 8},
+    {"N": 20, "P": 2, "H": 64, "T": 8192, "window": 4096},
+    {"N": 20, "P": 4, "H": 128, "T": 4096},
+]
+
+
+def test_the_matrix_covers_what_is_promised():
+    def seen(name):
+        return {case.get(name) for case in MATRIX}
+
+    assert seen("H") == {64, 80, 128}
+    assert seen("P") == {1, 2, 3, 4, 8, 20}
+    assert seen("N") == {4, 6, 20}
+    assert {1, 4096, None} <= seen("window")
+    assert {3, 5} <= seen("K")
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: "-".join(f"{name}{value}" for name, value in case.items()))
+def test_matrix(case):
+    compiled = compile_for("v5p:2x2x1", **case)
+    assert compiled.as_text().count("tpu_custom_call") >= 2
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 0.06),
+        ({"rope": Rope(positions="token")}, 0.06),
+        ({"K": 4, "P": 8}, 0.15),
+        ({"T": 8, "K": 8, "logits_soft_cap": 30.0}, 0.15),
+        ({"dtype": "float32", "window": 64}, 0.06),
+    ],
+    ids=str,
+)
+def test_decoding_makes_nothing_of_the_caches_size(topology, options, share):
+    """A layer's step: the new tokens written into a donated cache, then attention over it; temporaries by the cache."""
+    options = {"N": 16, "K": 16, "H": 128, "P": 4, "T": 1, "S": 8192, "B": 2, "dtype": "bfloat16", **options}
+    (N, K, H, P, T, S, B, dtype) = (options.pop(x) for x in ("N", "K", "H", "P", "T", "S", "B", "dtype"))
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    sharding = SingleDeviceSharding(device)
+
+    def struct(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    mixing = jax.eval_shape(lambda: HeadMixing.copy(N, P, K))
+    mixing = jax.tree.map(lambda x: struct(*x.shape, dtype=x.dtype), mixing)
+    integers = {
+        "query_positions": struct(B, T, dtype=jnp.int32),
+        "key_positions": struct(B, S, dtype=jnp.int32),
+        "query_segment_ids": struct(B, T, dtype=jnp.int32),
+        "key_segment_ids": struct(B, S, dtype=jnp.int32),
+    }
+
+    def step(caches, query, new, mixing, integers):
+        at = jnp.arange(B, dtype=jnp.int32)[:, None], integers["query_positions"]
+        key, value = (cache.at[at].set(new, mode="drop") for cache in caches)
+        out = interleaved_head_attention(
+            query, key, value, mixing, implementation="pallas", **{"rope": Rope(), **options}, **integers
+        )
+        return out, (key, value)
+
+    cache = struct(B, S, K, H)
+    program = jax.jit(step, donate_argnums=0)
+    compiled = program.lower((cache, cache), struct(B, T, N, H), struct(B, T, K, H), mixing, integers).compile()
+    assert compiled.as_text().count("tpu_custom_call") == 1
+    cache_bytes = 2 * B * S * K * H * jnp.dtype(dtype).itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes <= share * cache_bytes
+
+
 def test_lowered_for_a_gpu_it_says_what_is_missing():
     args = [jnp.ones((1, 16, 2, 16))] * 3
     call = jax.jit(lambda *x: interleaved_head_attention(*x, HeadMixing.copy(2, 2), implementation="pallas"))

@@ -80,7 +80,7 @@ def count(module: Module, mesh: Mapping[str, int]) -> Counts:
     matrix_flops = kernel_flops = hbm_bytes = 0
     collectives: list[Collective] = []
     for computation, times in module.executed():
-        channels: set[tuple[int, ...]] = set()
+        chains: set[str] = set()
         for instruction in computation.instructions.values():
             flops, kernel = instruction_flops(module, computation, instruction)
             matrix_flops += times * flops
@@ -90,11 +90,13 @@ def count(module: Module, mesh: Mapping[str, int]) -> Counts:
                 kind = found.opcode.removesuffix("-start")
                 if kind not in _COLLECTIVES:
                     continue
-                # An asynchronous collective is spread over several fusions, all of one channel.
-                channel = found.integers("channel_id")
-                if channel and channel in channels:
-                    continue
-                channels.add(channel)
+                # An asynchronous collective may be spread over fusions; its pieces share a chain. (Not the channel:
+                # collectives within shard_map all have the same.)
+                chain = re.search(r'chain_id="(\d+)"', found.attributes)
+                if chain is not None:
+                    if chain.group(1) in chains:
+                        continue
+                    chains.add(chain.group(1))
                 one = _collective(where, found, kind, mesh, times)
                 collectives.append(one)
                 hbm_bytes += times * one.bytes * (where is not computation)

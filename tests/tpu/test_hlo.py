@@ -126,6 +126,34 @@ def test_loops_as_the_tpu_compiler_leaves_them():
         count(Module(WHILE.replace("direction=LT", "direction=EQ")), {"x": 2, "y": 2})
 
 
+SPREAD = """HloModule m
+
+%first (x: bf16[8]) -> bf16[32] {{
+  %x = bf16[8]{{0}} parameter(0)
+  ROOT %piece = bf16[32]{{0}} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{chain}
+}}
+
+%second (y: bf16[8]) -> bf16[32] {{
+  %y = bf16[8]{{0}} parameter(0)
+  ROOT %rest = bf16[32]{{0}} all-gather(%y), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{chain}
+}}
+
+ENTRY %main (a: bf16[8]) -> (bf16[32], bf16[32]) {{
+  %a = bf16[8]{{0}} parameter(0)
+  %b = bf16[32]{{0}} fusion(%a), kind=kCustom, calls=%first
+  %c = bf16[32]{{0}} fusion(%a), kind=kCustom, calls=%second
+  ROOT %d = (bf16[32]{{0}}, bf16[32]{{0}}) tuple(%b, %c)
+}}
+"""
+
+
+@pytest.mark.parametrize(("chain", "times"), [("", 2), (', frontend_attributes={chain_id="7"}', 1)])
+def test_pieces_of_one_collective_count_once(chain, times):
+    """And those of different ones do not, although all within shard_map are of channel 1."""
+    found = count(Module(SPREAD.format(chain=chain)), {"x": 4}).collectives
+    assert [c.bytes for c in found] == [64] * times
+
+
 def test_groups_in_every_notation():
     assert replica_groups("replica_groups={{0,2},{1,3}}, x", 4) == [(0, 2), (1, 3)]
     assert replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), x", 8) == [(0, 2, 4, 6), (1, 3, 5, 7)]

@@ -195,8 +195,9 @@ def _programs(experiment: OneLayer) -> _Programs:
         def step(carry, rows):
             params, moments = carry
             loss, gradient = jax.value_and_grad(loss_of)(params, rows)
-            updates, moments = optimizer.update(gradient, moments)
-            params = {path: params[path] - rate * factors[path] * updates[path] for path in params}
+            directions: Any
+            directions, moments = optimizer.update(gradient, moments)
+            params = {path: params[path] - rate * factors[path] * directions[path] for path in params}
             return (params, moments), loss
 
         (params, moments), losses = jax.lax.scan(step, (params, moments), orders)

@@ -157,8 +157,9 @@ def _run(comparison: Comparison, cell: Cell, command: str, progress: Progress) -
         "started": started,
         "finished": _now(),
     }
-    if outcome.arrays:
-        write_atomically(cell.directory / ARRAYS, lambda file: np.savez_compressed(file, **outcome.arrays))
+    arrays: dict[str, Any] = dict(outcome.arrays)
+    if arrays:
+        write_atomically(cell.directory / ARRAYS, lambda file: np.savez_compressed(file, **arrays))
     # The result last: where it is, all else is.
     write_text(cell.directory / RESULT, json.dumps(record) + "\n")
     shown: Sequence[str] = [

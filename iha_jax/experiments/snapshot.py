@@ -38,7 +38,7 @@ def write_text(file: pathlib.Path, text: str) -> None:
 
 def save_snapshot(file: pathlib.Path, state: Any, meta: dict[str, Any]) -> None:
     """Keeps a pytree of arrays and some JSON values."""
-    arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    arrays: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     arrays[_META] = np.asarray(json.dumps(meta))
     write_atomically(file, lambda stream: np.savez(stream, **arrays))
 

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -191,3 +195,38 @@ def test_metrics_and_comparisons_are_plain_values():
     assert Metric("a", "A") == Metric("a", "A")
     assert isinstance(comparison(), Comparison)
     assert comparison().settings == ("easy", "hard <1>")
+
+
+@pytest.mark.slow
+def test_processes_killed_outright_leave_what_the_next_can_finish(tmp_path):
+    """SIGKILL, at moments that fall anywhere in a run or in the writing of its files."""
+    config = tmp_path / "config.py"
+    config.write_text("from tests.experiments.grids import comparison\nCONFIG = comparison()\n")
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", "iha_jax.experiments.compare", str(config), "--seeds=6", "--output"]
+
+    def start(name):
+        environment = os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [*command, str(tmp_path / name)], cwd=root, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    with start("whole") as process:
+        assert process.wait(timeout=300) == 0
+    for lines_seen in (2, 7, 9, 15):
+        with start("killed") as process:
+            for _ in range(lines_seen):
+                process.stdout.readline()
+            process.kill()
+    with start("killed") as process:
+        assert " 0 done" not in process.stdout.readline()
+        assert process.wait(timeout=300) == 0
+    numbers = [
+        [
+            {k: record[k] for k in ("setting", "variant", "seed", "metrics", "curves")}
+            for record in lines(tmp_path / name)
+        ]
+        for name in ("whole", "killed")
+    ]
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == 24

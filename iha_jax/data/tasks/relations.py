@@ -40,8 +40,13 @@ class RelationComposition:
         object.__setattr__(self, "density", _DENSITIES[self.arity] if self.density is None else self.density)
         for size in self.sizes:
             require_at_least("RelationComposition", 1, size=size)
-        if not 0 <= self.density <= 1:  # pyright: ignore[reportOptionalOperand]
+        if not 0 <= self._probability <= 1:
             raise ValueError(f"RelationComposition needs a density in 0 … 1, got {self.density}")
+
+    @property
+    def _probability(self) -> float:
+        assert self.density is not None  # filled in above
+        return self.density
 
     @property
     def max_length(self) -> int:
@@ -50,7 +55,7 @@ class RelationComposition:
 
     def of_size(self, rng: np.random.Generator, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Examples of one size m: relation and composition, both int8 ``[count, m²]`` of 0 and 1."""
-        relation = rng.random((count, size, size)) < self.density
+        relation = rng.random((count, size, size)) < self._probability
         # Counts of paths: float32 is exact far beyond m^(arity - 1), and multiplies fast.
         step = relation.astype(np.float32)
         paths = step

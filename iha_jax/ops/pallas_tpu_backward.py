@@ -20,7 +20,7 @@ from iha_jax.ops import pallas_tpu_forward as fwd
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_chain import HeadChain, sweep
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
-from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_plan import LANES, VMEM_LIMIT, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
 
 F32 = jnp.float32
@@ -68,12 +68,14 @@ class Scratch(NamedTuple):
     d_value_base: Any  # float32 [key groups, L*g, Hv]
     d_out: Any  # per head [n, groups*unit, Hv], across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
-    scores: Any  # float32 [2, rows, chunk], local only
+    scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
+    of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
     slope: Any  # likewise, with a soft cap only
     d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
     weights: Any  # [2, groups*unit or rows, chunk], local only
     d_scores: Any  # [2, rows, chunk], local only
-    unmixed: Any  # [k, rows, max(H, Hv)], gradients of a departing tile's pseudo-heads before their rotation
+    unmixed_key: Any  # [k, rows, H], gradients of a departing tile's pseudo-keys before their rotation
+    unmixed_value: Any  # [k, rows, Hv]
 
 
 def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
@@ -97,17 +99,18 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         (spec.batch, keys, spec.key_sources * spec.head_dim),
         (spec.batch, keys, spec.key_sources * spec.value_dim),
     ]
-    matrices = [weights.query, weights.key, weights.value, weights.collapse]
+    matrices = [tile.side_by_side(*x.shape) for x in (weights.query, weights.key, weights.value)]
+    matrices.append(weights.collapse.shape)
     out_shape = Outputs(
         *(jax.ShapeDtypeStruct(shape, spec.gradient_dtype) for shape in head_shapes),
-        *(jax.ShapeDtypeStruct(x.shape, F32) for x in matrices),
+        *(jax.ShapeDtypeStruct(shape, F32) for shape in matrices),
     )
     departing = functools.partial(fwd.key_tile, spec, lag=spec.lag)
     out_specs = Outputs(
         pl.BlockSpec((1, spec.tile, head_shapes[0][2]), lambda b, s: (b, fwd.query_tile(spec, s), 0)),
         pl.BlockSpec((1, spec.tile, head_shapes[1][2]), lambda b, s: (b, departing(s), 0)),
         pl.BlockSpec((1, spec.tile, head_shapes[2][2]), lambda b, s: (b, departing(s), 0)),
-        *(pl.BlockSpec(x.shape, lambda b, s: (0, 0, 0)) for x in matrices),
+        *(pl.BlockSpec(shape, lambda b, s: (0, 0, 0)) for shape in matrices),
     )
     h, v = spec.head_dim, spec.value_dim
     if spec.across_heads:
@@ -124,11 +127,13 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pltpu.VMEM(d_rows, F32),
         fwd.local_only(spec, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, spec.chunk),
+        fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
         fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
-        pltpu.VMEM((spec.kv_heads, spec.rows, max(h, v)), jnp.dtype(spec.dtype)),
+        pltpu.VMEM((spec.kv_heads, spec.rows, h), jnp.dtype(spec.dtype)),
+        pltpu.VMEM((spec.kv_heads, spec.rows, v), jnp.dtype(spec.dtype)),
     ]
     found = pl.pallas_call(
         functools.partial(_kernel, spec, structure),
@@ -146,7 +151,15 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         name=f"iha_backward_{spec.kind}",
     )(*arrays)
     found = Outputs(*found)
-    return found.query, found.key, found.value, (found.mix_query, found.mix_key, found.mix_value, found.collapse)
+    mixing = [
+        tile.not_side_by_side(x, heads)
+        for x, heads in (
+            (found.mix_query, spec.heads),
+            (found.mix_key, spec.kv_heads),
+            (found.mix_value, spec.kv_heads),
+        )
+    ]
+    return found.query, found.key, found.value, (*mixing, found.collapse)
 
 
 def _extra_specs(spec: Spec, extra: Extra) -> Extra:
@@ -197,7 +210,9 @@ def _kernel(spec: Spec, structure, *refs) -> None:
             scratch.d_key[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.head_dim), F32)
             scratch.d_value[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.value_dim), F32)
 
-        tile.for_each(spec.kv_heads, fresh)
+        # Where queries attend, each with keys of its own, they write and do not add (`HeadChain.spread`).
+        attends = (step >= spec.delay) & (step < spec.steps) & (spec.heads == spec.kv_heads)
+        pl.when(jnp.logical_not(attends))(lambda: tile.for_each(spec.kv_heads, fresh))
 
     @pl.when(step < spec.key_tiles)
     def _():
@@ -235,13 +250,13 @@ def _attend(
             part = slice(i * size, (i + 1) * size)
             if pseudo_out is not None:
                 out.collapse[head] += tile.dot(spec, scratch.d_out[i], pseudo_out[part], (1, 1))
-            d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
+            d_mixed = _unrotated(spec, d_query[part], weights.query_rotation, spec.score_scale)
             scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
 
     def keep_means(head, mean):
         if not spec.across_heads:
             lane = lax.broadcasted_iota(jnp.int32, out.collapse.shape[1:], 1)
-            out.collapse[head] += jnp.where(lane == 0, jnp.broadcast_to(mean, lane.shape), 0.0)
+            out.collapse[head] += jnp.where(lane == 0, mean, 0.0)
 
     def one_head(head):
         chain = HeadChain(spec, head, weights, extra, scratch)
@@ -255,20 +270,25 @@ def _attend(
         def score(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
             key = scratch.key[chain.kv, at, :]
-            scratch.scores[slot], slope = tile.logits(spec, scratch.query[head], key, scratch.bias[...])
+            scores, slope = tile.logits(spec, scratch.query[head], key, scratch.bias[...])
+            scratch.scores[slot] = scores
+            scratch.of_rows[slot] = tile.all_lanes(tile.top_of(scores))
             if slope is not None:
                 scratch.slope[slot] = slope
             scratch.d_weights[slot] = chain.d_probabilities(at)
 
+        def exponentiate(head, slot):
+            del head
+            weight = jnp.exp2(scratch.scores[slot] - tile.over_lanes(scratch.of_rows[slot], spec.chunk))
+            scratch.scores[slot] = weight
+            scratch.of_rows[slot] = tile.all_lanes(tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True)))
+
         def reduce(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
-            scores = scratch.scores[slot]
             slope = None if spec.logits_soft_cap is None else scratch.slope[slot]
-            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            weight = jnp.exp2(scores - top)
-            over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True))
+            weight, over = scratch.scores[slot], scratch.of_rows[slot]
             product = chain.times(weight, scratch.d_weights[slot])
-            mean = jnp.sum(product, axis=1, keepdims=True) * over
+            mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
             scratch.weights[slot], scratch.d_scores[slot] = chain.reduce(weight, product, mean, over, slope)
             keep_means(head, mean)
 
@@ -276,13 +296,11 @@ def _attend(
             chain = HeadChain(spec, head, weights, extra, scratch)
             keep(head, *chain.spread(at, scratch.weights[slot], scratch.d_scores[slot]))
 
-        tile.pipeline(spec.heads, score, reduce, spread)
+        tile.pipeline(spec.heads, spec.turns(480), score, exponentiate, reduce, spread)
     else:
         tile.for_each(spec.heads, one_head)
     h = spec.head_dim
-    tile.unmix_heads(
-        spec, scratch.query, size, h, extra.query_t, scratch.query_base, scratch.d_query_base, out.mix_query
-    )
+    tile.unmix_heads(spec, scratch.query, size, extra.query_t, scratch.query_base, scratch.d_query_base, out.mix_query)
     tile.scatter_base(scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, h)
 
 
@@ -293,30 +311,26 @@ def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch,
     tile.gather_base(extra.key, scratch.key_base, scratch.rows, extra.key_rotation, *sizes, h)
     tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
 
-    def of_keys(head):
+    def unrotate(head):
         for i in range(spec.key_groups):
             d_mixed = scratch.d_key[head, tile.rows_at(start, i * size, size), :]
-            d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
-            scratch.unmixed[head, i * size : (i + 1) * size, 0:h] = d_mixed.astype(spec.dtype)
+            d_mixed = _unrotated(spec, d_mixed, weights.key_rotation, 1.0)
+            scratch.unmixed_key[head, i * size : (i + 1) * size, :] = d_mixed.astype(spec.dtype)
+        scratch.unmixed_value[head] = scratch.d_value[head, pl.ds(start, spec.rows), :].astype(spec.dtype)
 
-    def of_values(head):
-        d_mixed = scratch.d_value[head, pl.ds(start, spec.rows), :]
-        scratch.unmixed[head, :, 0:v] = d_mixed.astype(spec.dtype)
-
-    tile.for_each(spec.kv_heads, of_keys)
-    tile.unmix_heads(spec, scratch.unmixed, size, h, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key)
-    tile.for_each(spec.kv_heads, of_values)
+    tile.for_each(spec.kv_heads, unrotate, together=4)
+    tile.unmix_heads(spec, scratch.unmixed_key, size, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key)
     tile.unmix_heads(
-        spec, scratch.unmixed, size, v, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
+        spec, scratch.unmixed_value, size, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
     )
     tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
     tile.scatter_base(scratch.d_value_base, out.value, scratch.rows, None, *sizes, v)
 
 
-def _unrotated(d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:
+def _unrotated(spec: Spec, d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:
     """Behind the rotation, whose tables hold the scale where there are any."""
     if rotation is not None:
-        return tile.unrotate(d_mixed, rotation.cos[...], rotation.sin[...])
+        return d_mixed * rotation.cos[...] - tile.halves_swapped(spec, d_mixed) * rotation.sin[...]
     return d_mixed * scale if scale != 1.0 else d_mixed
 
 

@@ -49,8 +49,8 @@ class HeadChain:
         Args:
           weight: unnormalised probabilities ``[rows, chunk]``.
           product: `times` of them.
-          mean: ``[rows, 1]``: the probabilities' mean of their gradients.
-          over: ``[rows, 1]``: what normalises the probabilities.
+          mean: ``[rows, 128]``: the probabilities' mean of their gradients.
+          over: ``[rows, 128]``: what normalises the probabilities.
           slope: derivative of the logits by the products, or None for 1.
 
         Returns:
@@ -59,13 +59,11 @@ class HeadChain:
         """
         spec = self.spec
         # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
-        if spec.across_heads:
-            factor = over * math.log(2)
-            probabilities = weight * over
-        else:
-            factor = self.weights.collapse[self.head] * over
-            probabilities = tile.per_unit(spec, weight * tile.over_lanes(factor, spec.chunk))
-            factor = tile.over_lanes(factor * math.log(2), spec.chunk)
+        factor = over if spec.across_heads else self.weights.collapse[self.head] * over
+        probabilities = weight * tile.over_lanes(factor, spec.chunk)
+        if not spec.across_heads:
+            probabilities = tile.per_unit(spec, probabilities)
+        mean, factor = tile.over_lanes(mean, spec.chunk), tile.over_lanes(factor * math.log(2), spec.chunk)
         d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
@@ -78,12 +76,23 @@ class HeadChain:
           The gradient of the pseudo-queries ``[rows, H]``; across heads also the pseudo-outputs ``[rows, Hv]``.
         """
         spec, scratch = self.spec, self.scratch
-        scratch.d_value[self.kv, at, :] += tile.dot(spec, probabilities, self.d_out, (0, 0))
-        scratch.d_key[self.kv, at, :] += tile.dot(spec, d_scores, scratch.query[self.head], (0, 0))
+        self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
+        self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
         d_query = tile.dot(spec, d_scores, scratch.key[self.kv, at, :])
         if not spec.across_heads:
             return d_query, None
         return d_query, tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
+
+
+    def _add(self, to, at, found: Array) -> None:
+        """Adds to a chunk's gradients; to what a local tile's own keys have none of yet, it writes."""
+        spec = self.spec
+        if spec.kind == "global" or spec.heads != spec.kv_heads:
+            to[self.kv, at, :] += found
+            return
+        if spec.history:
+            to[self.kv, pl.ds(at.start, spec.history), :] += found[: spec.history]
+        to[self.kv, tile.rows_at(at.start, spec.history, spec.rows), :] = found[spec.history :]
 
 
 def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: HeadChain):
@@ -111,8 +120,8 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     nothing = jnp.zeros((spec.rows, 1), F32)
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
     top, total, mean = tile.over_chunks(spec, number, statistics, start)
-    over = tile.reciprocal(total)
-    mean = mean * over
+    over = tile.all_lanes(tile.reciprocal(total))
+    mean = tile.all_lanes(mean) * over
 
     def gradients(j, carry, masked):
         at, scores, slope, d_probabilities = chunk(j, masked)

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
-from iha_jax.ops.pallas_tpu_plan import VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_plan import LANES, VMEM_LIMIT, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
 
 F32 = jnp.float32
@@ -29,7 +29,8 @@ class Scratch(NamedTuple):
     rows: Any  # float32 [tile, max(H, Hv)]
     out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
     bias: Any  # float32 [rows, chunk], local only
-    scores: Any  # float32 [2, rows, chunk], local only
+    scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
+    of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
     weights: Any  # [2, groups*unit or rows, chunk], local only
 
 
@@ -47,6 +48,7 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
         pltpu.VMEM(out_rows, F32),
         local_only(spec, spec.rows, spec.chunk),
         local_only(spec, 2, spec.rows, spec.chunk),
+        local_only(spec, 2, spec.rows, LANES),
         local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
     ]
     lanes = spec.out_heads * spec.value_dim
@@ -220,20 +222,25 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
 
         def score(head, slot):
             key = scratch.key[tile.kv_head(spec, head), at, :]
-            scratch.scores[slot] = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
+            scores = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
+            scratch.scores[slot] = scores
+            scratch.of_rows[slot] = tile.all_lanes(tile.top_of(scores))
+
+        def exponentiate(head, slot):
+            scores = jnp.exp2(scratch.scores[slot] - tile.over_lanes(scratch.of_rows[slot], spec.chunk))
+            scratch.scores[slot] = scores
+            over = tile.all_lanes(tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True)))
+            scratch.of_rows[slot] = over if spec.across_heads else weights.collapse[head] * over
 
         def normalise(head, slot):
-            scores = scratch.scores[slot]
-            top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), tile.LOWEST)
-            scores = jnp.exp2(scores - top)
-            over = tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True))
-            scratch.weights[slot] = _weights(spec, weights, head, scores, over)
+            del head
+            scratch.weights[slot] = _weights(spec, scratch.scores[slot], scratch.of_rows[slot])
 
         def multiply(head, slot):
             value = scratch.value[tile.kv_head(spec, head), at, :]
             keep(head, tile.dot(spec, scratch.weights[slot], value))
 
-        tile.pipeline(spec.heads, score, normalise, multiply)
+        tile.pipeline(spec.heads, spec.turns(1200), score, exponentiate, normalise, multiply)
     else:
         tile.for_each(
             spec.heads,
@@ -245,12 +252,16 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         _write_heads(spec, scratch, out_ref)
 
 
-def _weights(spec: Spec, weights: Weights, head, scores: Array, over: Array) -> Array:
-    """Probabilities in the heads' dtype: collapsed ``[groups*unit, chunk]``, or across heads all ``[rows, chunk]``."""
-    if spec.across_heads:
-        return (scores * over).astype(spec.dtype)
-    scores = scores * tile.over_lanes(weights.collapse[head] * over, spec.chunk)
-    return tile.per_unit(spec, scores).astype(spec.dtype)
+def _weights(spec: Spec, scores: Array, factor: Array) -> Array:
+    """Probabilities in the heads' dtype: collapsed ``[groups*unit, chunk]``, or across heads all ``[rows, chunk]``.
+
+    Args:
+      spec: static description.
+      scores: unnormalised probabilities ``[rows, chunk]``.
+      factor: ``[rows, 128]``, what normalises them, times the weight in a per-head collapse.
+    """
+    scores = scores * tile.over_lanes(factor, spec.chunk)
+    return (scores if spec.across_heads else tile.per_unit(spec, scores)).astype(spec.dtype)
 
 
 def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
@@ -270,11 +281,13 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
     top, total = tile.over_chunks(spec, number, statistics, start)
-    over = tile.reciprocal(total)
+    factor = tile.all_lanes(tile.reciprocal(total))
+    if not spec.across_heads:
+        factor = weights.collapse[head] * factor
 
     def result(j, carry, masked):
         scores, at = scores_of(j, masked)
-        found = _weights(spec, weights, head, jnp.exp2(scores - top), over)
+        found = _weights(spec, jnp.exp2(scores - top), factor)
         return carry + tile.dot(spec, found, scratch.value[kv, at, :])
 
     return tile.over_chunks(spec, number, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))

@@ -179,6 +179,10 @@ class Spec:
             return (self.lag + self.slots) * self.rows
         return self.chunk * self.chunks
 
+    def turns(self, registers: int) -> int:
+        """Turns of the pipeline over heads whose scores, one intermediate result of each, take so many registers."""
+        return registers * SUBLANES * LANES // (self.rows * self.chunk)
+
     @property
     def steps(self) -> int:
         """Grid steps of the forward pass: arrivals of key tiles and turns of query tiles."""
@@ -216,16 +220,16 @@ class Spec:
         else:
             total += self.heads * self.query_groups * self.unit * v * f32
         if local:
-            total += 3 * scores * f32 + 2 * weights * size
+            total += (3 * scores + 2 * self.rows * LANES) * f32 + 2 * weights * size
         total += (6 if backward else 3) * scores * f32
         if not backward:
             return total
         total += 2 * self.tile * (heads * jnp.dtype(self.gradient_dtype).itemsize + self.key_sources * (h + v) * size)
         turned = self.query_base * round_up(self.heads * query_rows, LANES)
         turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
-        total += turned * size + 2 * mixing * f32 + collapse * (3 if self.across_heads else 1)
+        total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
         total += self.kv_heads * self.buffer * (h + v) * f32 + base * f32
-        total += self.kv_heads * self.rows * max(h, v) * size
+        total += self.kv_heads * self.rows * (h + v) * size
         if local:
             total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)
         return total

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from iha_jax.ops.pallas_tpu_plan import Spec
+from iha_jax.ops.pallas_tpu_plan import LANES, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation
 
 MASKED = -1e30
@@ -48,6 +48,17 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def unrotate(x: Array, cos: Array, sin: Array) -> Array:
     """The transpose of `rotate`."""
     return x * cos - pltpu.roll(x, x.shape[1] // 2, 1) * sin
+
+
+def halves_swapped(spec: Spec, x: Array) -> Array:
+    """float32 rows of a pseudo-head with their halves swapped, rounded to the heads' dtype if that is bfloat16.
+
+    Two rows of bfloat16 share a register's row, and turning registers is what binds the mixing.
+    """
+    if spec.dtype != "bfloat16":
+        return pltpu.roll(x, x.shape[1] // 2, 1)
+    packed = pltpu.bitcast(x.astype(jnp.bfloat16), jnp.int32)
+    return pltpu.bitcast(pltpu.roll(packed, x.shape[1] // 2, 1), jnp.bfloat16).astype(F32)
 
 
 def gather_base(x_ref, base_ref, rows_ref, rotation: Rotation | None, heads: int, group: int, dim: int) -> None:
@@ -121,7 +132,7 @@ def mix_heads(spec: Spec, *mixes: Mix) -> None:
                 for n in range(stack):
                     part = mixed[n * size : (n + 1) * size]
                     if mix.rotation is not None:
-                        part = rotate(part, mix.rotation.cos[...], mix.rotation.sin[...])
+                        part = part * mix.rotation.cos[...] + halves_swapped(spec, part) * mix.rotation.sin[...]
                     elif mix.scale != 1.0:
                         part = part * mix.scale
                     mix.out[first + n, rows_at(mix.start, i * size, size), :] = part.astype(spec.dtype)
@@ -139,39 +150,50 @@ def stack_of(heads: int, rows: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= STACK_ROWS))
 
 
-def unmix_heads(spec: Spec, d_ref, size: int, dim: int, turned_ref, base_ref, d_base_ref, d_mix_ref) -> None:
+def unmix_heads(spec: Spec, d_ref, size: int, turned_ref, base_ref, d_base_ref, d_mix_ref) -> None:
     """The transpose of `mix_heads` behind the rotation: gradients of base rows and of the mixing matrices.
 
     Args:
       spec: static description.
-      d_ref: gradients of pseudo-heads before their rotation ``[>= heads, rows, >= dim]``, in the heads' dtype.
+      d_ref: gradients of pseudo-heads before their rotation ``[heads, rows, dim]``, in the heads' dtype.
       size: pseudo-rows of a group.
-      dim: the heads' size in lanes.
       turned_ref: mixing matrices transposed and side by side ``[base rows, heads * size]``.
       base_ref: float32 ``[groups, base rows, dim]``.
       d_base_ref: likewise, written.
-      d_mix_ref: float32 ``[heads, size, base rows]``, added to.
+      d_mix_ref: float32 ``[turns, base rows, heads/turns * size]``, added to: the gradients of ``turned_ref``, some
+        heads side by side. The other way round the products would have as many rows as there are pseudo-rows.
     """
-    heads, groups = d_mix_ref.shape[0], base_ref.shape[0]
+    (heads, _, dim), groups = d_ref.shape, base_ref.shape[0]
     for i in range(groups):
-        d_mixed = d_ref[0:heads, i * size : (i + 1) * size, 0:dim].reshape(heads * size, dim)
+        d_mixed = d_ref[:, i * size : (i + 1) * size, :].reshape(heads * size, dim)
         d_base_ref[i] = dot(spec, turned_ref[...], d_mixed)
     # All groups in one sum: their lanes side by side.
     base = [base_ref[i].astype(spec.dtype) for i in range(groups)]
     base = base[0] if groups == 1 else jnp.concatenate(base, axis=1)
-    stack = stack_of(heads, size)
+    stack = heads // d_mix_ref.shape[0]
 
     def some(turn):
         first = turn * stack
         parts = [
-            d_ref[pl.ds(first, stack), i * size : (i + 1) * size, 0:dim].reshape(stack * size, dim)
-            for i in range(groups)
+            d_ref[pl.ds(first, stack), i * size : (i + 1) * size, :].reshape(stack * size, dim) for i in range(groups)
         ]
         parts = parts[0] if groups == 1 else jnp.concatenate(parts, axis=1)
-        found = dot(spec, parts, base, (1, 1))
-        d_mix_ref[pl.ds(first, stack)] += found.reshape(stack, size, found.shape[1])
+        d_mix_ref[turn] += dot(spec, base, parts, (1, 1))
 
     for_each(heads // stack, some)
+
+
+def side_by_side(heads: int, size: int, base_rows: int) -> tuple[int, int, int]:
+    """The shape of `unmix_heads`' gradient of mixing matrices ``[heads, size, base rows]``."""
+    stack = stack_of(heads, size)
+    return heads // stack, base_rows, stack * size
+
+
+def not_side_by_side(x: Array, heads: int) -> Array:
+    """That gradient as the matrices are: ``[heads, size, base rows]``."""
+    turns, base_rows, lanes = x.shape
+    x = x.reshape(turns, base_rows, heads // turns, -1)
+    return jnp.moveaxis(x, 1, 3).reshape(heads, -1, base_rows)
 
 
 def logits(spec: Spec, query: Array, key: Array, bias: Array | None) -> tuple[Array, Array | None]:
@@ -218,6 +240,16 @@ def mask_bias(spec: Spec, query: tuple[Array, Array], key: Array) -> Array:
 def over_lanes(x: Array, width: int) -> Array:
     """``[rows, 128]``, the same in all lanes, repeated to ``width`` lanes: the same registers again."""
     return jnp.concatenate([x] * (width // x.shape[1]), axis=1) if width > x.shape[1] else x
+
+
+def all_lanes(x: Array) -> Array:
+    """``[rows, 1]`` -> ``[rows, 128]``: how a number for each row is kept; a sum over lanes lies in all of them."""
+    return jnp.broadcast_to(x, (x.shape[0], LANES))
+
+
+def top_of(scores: Array) -> Array:
+    """Row maxima of masked scores ``[rows, 1]``."""
+    return jnp.maximum(jnp.max(scores, axis=1, keepdims=True), LOWEST)
 
 
 def per_unit(spec: Spec, x: Array) -> Array:
@@ -270,46 +302,60 @@ def over_chunks(spec: Spec, tile: Array, body, carry):
     return lax.fori_loop(low, high, lambda j, carry: body(j, carry, True), carry)
 
 
-def for_each(count: int, body) -> None:
-    """A loop without a carry; none where there is one turn."""
-    if count == 1:
-        body(0)
-    if count <= 1:
-        return
+def for_each(count: int, body, together: int = 1) -> None:
+    """A loop without a carry, ``together`` turns of ``body`` in one iteration; none where there is one iteration."""
+    together = max(n for n in range(1, together + 1) if count % n == 0) if count else 1
 
     def step(i, carry):
-        body(i)
+        for k in range(together):
+            body(i * together + k)
         return carry
 
-    lax.fori_loop(0, count, step, 0)
+    if count == together:
+        step(0, 0)
+    elif count:
+        lax.fori_loop(0, count // together, step, 0)
 
 
-def pipeline(count: int, first, second, third) -> None:
-    """``third(i, slot)`` after ``second(i, slot)`` after ``first(i, slot)`` for every i, each a turn behind the last.
+def pipeline(count: int, most: int, *stages) -> None:
+    """Runs every ``stage(head, slot)`` for all heads in order, each stage a turn behind the one before.
 
-    One head's scores are on the matrix unit while the head before is normalised on the vector unit and the one before
-    that is multiplied with values; what is handed over lies in one of two slots, which take turns. The stages of one
-    turn do not depend on each other, so the compiler can overlap them.
+    One head's scores are on the matrix unit while those of the head before go through the exponential and the one
+    before that is multiplied with values; what is handed over lies in one of two slots, which take turns. The stages
+    of one turn do not depend on each other, so the compiler can overlap them. Later stages go first: they have read a
+    slot when the first stage writes it.
+
+    Args:
+      count: heads.
+      most: turns to write out, besides those at the start and the end in which not all stages have a head. The
+        instructions of a turn take less time than the way from its first load to its last store, so turns in a row
+        overlap; but every one of them takes time to compile.
+      *stages: functions of a head and a slot.
     """
-    first(0, 0)
-    if count > 1:
-        first(1, 1)
-    second(0, 0)
 
-    def turn(i, slot):
-        # After the last turn the scores are computed once more, so that the loop has no branch.
-        first(min(i + 1, count - 1) if isinstance(i, int) else jnp.minimum(i + 1, count - 1), 1 - slot)
-        third(i - 1, 1 - slot)
-        second(i, slot)
+    def turn(i, parity: int) -> None:
+        for lag, stage in reversed(tuple(enumerate(stages))):
+            if not isinstance(i, int) or 0 <= i - lag < count:
+                stage(i - lag, (parity - lag) % 2)
 
-    def pair(j):
-        turn(2 * j + 1, 1)
-        turn(2 * j + 2, 0)
+    first = min(len(stages) - 1, count)
+    full = count - first
+    together = turns_together(full, most)
 
-    for_each((count - 1) // 2, pair)
-    if count % 2 == 0:
-        turn(count - 1, 1)
-    third(count - 1, (count - 1) % 2)
+    def several(j):
+        for k in range(together):
+            turn(first + j * together + k, (first + k) % 2)
+
+    for i in range(first):
+        turn(i, i % 2)
+    for_each(full // together, several)
+    for i in range(first + full // together * together, count + len(stages) - 1):
+        turn(i, i % 2)
+
+
+def turns_together(turns: int, most: int) -> int:
+    """Turns of the pipeline in one iteration of its loop, an even number so that slots are static."""
+    return max(n for n in range(2, max(most, 2) + 1, 2) if n == 2 or n + turns % n <= most)
 
 
 def zero(ref) -> None:

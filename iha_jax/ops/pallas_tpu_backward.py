@@ -201,8 +201,12 @@ def _kernel(spec: Spec, structure, *refs) -> None:
         tile.zero(scratch.d_key)
         tile.zero(scratch.d_value)
         tile.zero(scratch.d_out)
+        # What no part writes; the gradients of keys and values are products with all of it.
+        tile.zero(scratch.weights)
+        tile.zero(scratch.d_scores)
 
     if spec.kind == "local":
+        fwd.keep_mask(spec, step, tokens, scratch)
         tile.advance(spec, step, scratch.key, scratch.value, scratch.d_key, scratch.d_value)
         newest = tile.window_start(spec, step)[2]
 
@@ -240,9 +244,6 @@ def _attend(
         tile.gather_base(extra.d_out, scratch.d_out, scratch.rows, None, spec.out_heads, g, spec.value_dim)
     else:
         _gather_units(spec, extra.d_out, scratch)
-    columns = fwd.query_columns(tokens)
-    if spec.kind == "local":
-        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
     size = g * spec.pseudo
 
     def keep(head, d_query, pseudo_out):
@@ -250,7 +251,7 @@ def _attend(
             part = slice(i * size, (i + 1) * size)
             if pseudo_out is not None:
                 out.collapse[head] += tile.dot(spec, scratch.d_out[i], pseudo_out[part], (1, 1))
-            d_mixed = _unrotated(spec, d_query[part], weights.query_rotation, spec.score_scale)
+            d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
             scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
 
     def keep_means(head, mean):
@@ -260,6 +261,7 @@ def _attend(
 
     def one_head(head):
         chain = HeadChain(spec, head, weights, extra, scratch)
+        columns = fwd.query_columns(tokens)
         d_query, pseudo_out, mean = sweep(spec, step - spec.delay, tokens, scratch, columns, chain)
         keep_means(head, mean)
         keep(head, d_query, pseudo_out)
@@ -269,28 +271,42 @@ def _attend(
 
         def score(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
-            key = scratch.key[chain.kv, at, :]
-            scores, slope = tile.logits(spec, scratch.query[head], key, scratch.bias[...])
-            scratch.scores[slot] = scores
-            scratch.of_rows[slot] = tile.all_lanes(tile.top_of(scores))
-            if slope is not None:
-                scratch.slope[slot] = slope
-            scratch.d_weights[slot] = chain.d_probabilities(at)
+            for part in spec.parts:
+                rows, columns = part.rows, part.columns
+                key = scratch.key[chain.kv, tile.columns_of(part, at), :]
+                bias = scratch.bias[rows, columns]
+                scores, slope = tile.logits(spec, scratch.query[head, rows, :], key, bias)
+                scratch.scores[slot, rows, columns] = scores
+                scratch.of_rows[slot, rows, :] = tile.all_lanes(tile.top_of(spec, scores))
+                if slope is not None:
+                    scratch.slope[slot, rows, columns] = slope
+                d_weights = chain.d_probabilities(tile.columns_of(part, at), part.weight_rows)
+                scratch.d_weights[slot, part.weight_rows, columns] = d_weights
 
         def exponentiate(head, slot):
             del head
-            weight = jnp.exp2(scratch.scores[slot] - tile.over_lanes(scratch.of_rows[slot], spec.chunk))
-            scratch.scores[slot] = weight
-            scratch.of_rows[slot] = tile.all_lanes(tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True)))
+            for part in spec.parts:
+                rows, columns = part.rows, part.columns
+                top = tile.over_lanes(scratch.of_rows[slot, rows, :], part.width)
+                weight = jnp.exp2(scratch.scores[slot, rows, columns] - top)
+                scratch.scores[slot, rows, columns] = weight
+                over = tile.reciprocal(spec, jnp.sum(weight, axis=1, keepdims=True))
+                scratch.of_rows[slot, rows, :] = tile.all_lanes(over)
 
         def reduce(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
-            slope = None if spec.logits_soft_cap is None else scratch.slope[slot]
-            weight, over = scratch.scores[slot], scratch.of_rows[slot]
-            product = chain.times(weight, scratch.d_weights[slot])
-            mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
-            scratch.weights[slot], scratch.d_scores[slot] = chain.reduce(weight, product, mean, over, slope)
-            keep_means(head, mean)
+            means = []
+            for part in spec.parts:
+                rows, columns, weight_rows = part.rows, part.columns, part.weight_rows
+                slope = None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns]
+                weight, over = scratch.scores[slot, rows, columns], scratch.of_rows[slot, rows, :]
+                product = chain.times(weight, scratch.d_weights[slot, weight_rows, columns])
+                mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
+                probabilities, d_scores = chain.reduce(weight, product, mean, over, slope, rows)
+                scratch.weights[slot, weight_rows, columns] = probabilities
+                scratch.d_scores[slot, rows, columns] = d_scores
+                means.append(mean)
+            keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def spread(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
@@ -314,7 +330,7 @@ def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch,
     def unrotate(head):
         for i in range(spec.key_groups):
             d_mixed = scratch.d_key[head, tile.rows_at(start, i * size, size), :]
-            d_mixed = _unrotated(spec, d_mixed, weights.key_rotation, 1.0)
+            d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
             scratch.unmixed_key[head, i * size : (i + 1) * size, :] = d_mixed.astype(spec.dtype)
         scratch.unmixed_value[head] = scratch.d_value[head, pl.ds(start, spec.rows), :].astype(spec.dtype)
 
@@ -327,10 +343,10 @@ def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch,
     tile.scatter_base(scratch.d_value_base, out.value, scratch.rows, None, *sizes, v)
 
 
-def _unrotated(spec: Spec, d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:
+def _unrotated(d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:
     """Behind the rotation, whose tables hold the scale where there are any."""
     if rotation is not None:
-        return d_mixed * rotation.cos[...] - tile.halves_swapped(spec, d_mixed) * rotation.sin[...]
+        return tile.unrotate(d_mixed, rotation.cos[...], rotation.sin[...])
     return d_mixed * scale if scale != 1.0 else d_mixed
 
 

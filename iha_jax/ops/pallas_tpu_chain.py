@@ -33,9 +33,9 @@ class HeadChain:
         groups = [tile.dot(spec, turned, d_out[i]) for i in range(spec.query_groups)]
         return jnp.concatenate(groups, axis=0).astype(spec.dtype)
 
-    def d_probabilities(self, at) -> Array:
+    def d_probabilities(self, at, rows: slice = slice(None)) -> Array:
         """Gradients of probabilities: ``[rows, chunk]`` across heads, one unit for all pseudo-queries per head."""
-        return tile.dot(self.spec, self.d_out, self.scratch.value[self.kv, at, :], (1, 1))
+        return tile.dot(self.spec, self.d_out[rows], self.scratch.value[self.kv, at, :], (1, 1))
 
     def times(self, weight: Array, d_probabilities: Array) -> Array:
         """Weights times the gradients of probabilities, ``[rows, chunk]``."""
@@ -43,27 +43,36 @@ class HeadChain:
             return weight * d_probabilities
         return tile.over_units(self.spec, weight, d_probabilities, jnp.multiply)
 
-    def reduce(self, weight: Array, product: Array, mean: Array, over: Array, slope: Array | None):
-        """Through the softmax.
+    def reduce(
+        self,
+        weight: Array,
+        product: Array,
+        mean: Array,
+        over: Array,
+        slope: Array | None,
+        rows: slice = slice(None),
+    ):
+        """Through the softmax, for all columns ``c`` that are given.
 
         Args:
-          weight: unnormalised probabilities ``[rows, chunk]``.
+          weight: unnormalised probabilities ``[rows, c]``.
           product: `times` of them.
           mean: ``[rows, 128]``: the probabilities' mean of their gradients.
           over: ``[rows, 128]``: what normalises the probabilities.
           slope: derivative of the logits by the products, or None for 1.
+          rows: which of the tile's pseudo-queries these are.
 
         Returns:
-          What meets values ``[groups*unit or rows, chunk]`` and the gradient of the products ``[rows, chunk]``, both
-          in the heads' dtype.
+          What meets values ``[groups*unit or rows, c]`` and the gradient of the products ``[rows, c]``, both in the
+          heads' dtype.
         """
-        spec = self.spec
+        spec, width = self.spec, weight.shape[1]
         # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
-        factor = over if spec.across_heads else self.weights.collapse[self.head] * over
-        probabilities = weight * tile.over_lanes(factor, spec.chunk)
+        factor = over if spec.across_heads else self.weights.collapse[self.head, rows] * over
+        probabilities = weight * tile.over_lanes(factor, width)
         if not spec.across_heads:
             probabilities = tile.per_unit(spec, probabilities)
-        mean, factor = tile.over_lanes(mean, spec.chunk), tile.over_lanes(factor * math.log(2), spec.chunk)
+        mean, factor = tile.over_lanes(mean, width), tile.over_lanes(factor * math.log(2), width)
         d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
@@ -78,11 +87,20 @@ class HeadChain:
         spec, scratch = self.spec, self.scratch
         self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
         self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
-        d_query = tile.dot(spec, d_scores, scratch.key[self.kv, at, :])
+        d_query = self._by_parts(d_scores, scratch.key, at, "rows")
         if not spec.across_heads:
             return d_query, None
-        return d_query, tile.dot(spec, probabilities, scratch.value[self.kv, at, :])
+        return d_query, self._by_parts(probabilities, scratch.value, at, "weight_rows")
 
+    def _by_parts(self, x: Array, kept, at, kind: str) -> Array:
+        """Products with a chunk of the kept keys or values; local: without the columns that a part does not see."""
+        if self.spec.kind == "global":
+            return tile.dot(self.spec, x, kept[self.kv, at, :])
+        found = [
+            tile.dot(self.spec, x[getattr(part, kind), part.columns], kept[self.kv, tile.columns_of(part, at), :])
+            for part in self.spec.parts
+        ]
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
 
     def _add(self, to, at, found: Array) -> None:
         """Adds to a chunk's gradients; to what a local tile's own keys have none of yet, it writes."""
@@ -120,7 +138,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     nothing = jnp.zeros((spec.rows, 1), F32)
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
     top, total, mean = tile.over_chunks(spec, number, statistics, start)
-    over = tile.all_lanes(tile.reciprocal(total))
+    over = tile.all_lanes(tile.reciprocal(spec, total))
     mean = tile.all_lanes(mean) * over
 
     def gradients(j, carry, masked):

@@ -190,20 +190,39 @@ def _kernel(spec: Spec, structure, *refs) -> None:
             tile.zero(ref)
 
     if spec.kind == "local":
+        keep_mask(spec, step, tokens, scratch)
         tile.advance(spec, step, scratch.key, scratch.value)
 
-    @pl.when(step < spec.key_tiles)
-    def _():
-        arrive(spec, step, tokens, weights, scratch)
+    # Where every step does both there is no branch between them, and the compiler overlaps them.
+    attends = step >= spec.delay if spec.delay else True
+    when(step < spec.key_tiles if spec.key_tiles < spec.steps else True, arrive, spec, step, tokens, weights, scratch)
+    when(attends, _attend, spec, step, tokens, weights, scratch, out_ref)
 
-    @pl.when(step >= spec.delay)
-    def _():
-        _attend(spec, step, tokens, weights, scratch, out_ref)
+
+def when(condition, body, *args) -> None:
+    """Calls ``body`` if the condition holds, which may be known beforehand."""
+    if condition is True:
+        body(*args)
+    else:
+        pl.when(condition)(lambda: body(*args))
+
+
+def keep_mask(spec: Spec, step: Array, tokens: Tokens, scratch) -> None:
+    """Local: writes the mask of a step's query tile unless it is that of the tile before."""
+
+    def write():
+        scratch.bias[...] = tile.mask_bias(spec, query_columns(tokens), tokens.key_index[0, 0])
+
+    if spec.own_masks is None:
+        write()
+    else:
+        first, last = spec.own_masks
+        turn = step - spec.delay
+        pl.when((turn <= first) | (turn >= last))(write)
 
 
 def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: Scratch, out_ref) -> None:
     take_turn(spec, tokens, weights, scratch)
-    columns = query_columns(tokens)
     if spec.across_heads:
         tile.zero(scratch.out)
 
@@ -217,31 +236,42 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
             scratch.out[head] = result
 
     if spec.kind == "local":
-        scratch.bias[...] = tile.mask_bias(spec, columns, tokens.key_index[0, 0])
         at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
 
         def score(head, slot):
-            key = scratch.key[tile.kv_head(spec, head), at, :]
-            scores = tile.logits(spec, scratch.query[head], key, scratch.bias[...])[0]
-            scratch.scores[slot] = scores
-            scratch.of_rows[slot] = tile.all_lanes(tile.top_of(scores))
+            for part in spec.parts:
+                key = scratch.key[tile.kv_head(spec, head), tile.columns_of(part, at), :]
+                bias = scratch.bias[part.rows, part.columns]
+                scores = tile.logits(spec, scratch.query[head, part.rows, :], key, bias)[0]
+                scratch.scores[slot, part.rows, part.columns] = scores
+                scratch.of_rows[slot, part.rows, :] = tile.all_lanes(tile.top_of(spec, scores))
 
         def exponentiate(head, slot):
-            scores = jnp.exp2(scratch.scores[slot] - tile.over_lanes(scratch.of_rows[slot], spec.chunk))
-            scratch.scores[slot] = scores
-            over = tile.all_lanes(tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True)))
-            scratch.of_rows[slot] = over if spec.across_heads else weights.collapse[head] * over
+            for part in spec.parts:
+                top = tile.over_lanes(scratch.of_rows[slot, part.rows, :], part.width)
+                scores = jnp.exp2(scratch.scores[slot, part.rows, part.columns] - top)
+                scratch.scores[slot, part.rows, part.columns] = scores
+                over = tile.all_lanes(tile.reciprocal(spec, jnp.sum(scores, axis=1, keepdims=True)))
+                if not spec.across_heads:
+                    over = weights.collapse[head, part.rows] * over
+                scratch.of_rows[slot, part.rows, :] = over
 
         def normalise(head, slot):
             del head
-            scratch.weights[slot] = _weights(spec, scratch.scores[slot], scratch.of_rows[slot])
+            for part in spec.parts:
+                scores, factor = scratch.scores[slot, part.rows, part.columns], scratch.of_rows[slot, part.rows, :]
+                scratch.weights[slot, part.weight_rows, part.columns] = _weights(spec, scores, factor)
 
         def multiply(head, slot):
-            value = scratch.value[tile.kv_head(spec, head), at, :]
-            keep(head, tile.dot(spec, scratch.weights[slot], value))
+            found = []
+            for part in spec.parts:
+                value = scratch.value[tile.kv_head(spec, head), tile.columns_of(part, at), :]
+                found.append(tile.dot(spec, scratch.weights[slot, part.weight_rows, part.columns], value))
+            keep(head, found[0] if len(found) == 1 else jnp.concatenate(found, axis=0))
 
         tile.pipeline(spec.heads, spec.turns(1200), score, exponentiate, normalise, multiply)
     else:
+        columns = query_columns(tokens)
         tile.for_each(
             spec.heads,
             lambda head: keep(head, _sweep(spec, step - spec.delay, tokens, weights, scratch, columns, head)),
@@ -253,14 +283,14 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
 
 
 def _weights(spec: Spec, scores: Array, factor: Array) -> Array:
-    """Probabilities in the heads' dtype: collapsed ``[groups*unit, chunk]``, or across heads all ``[rows, chunk]``.
+    """Probabilities in the heads' dtype: collapsed ``[groups*unit, c]``, or across heads all ``[rows, c]``.
 
     Args:
       spec: static description.
-      scores: unnormalised probabilities ``[rows, chunk]``.
+      scores: unnormalised probabilities ``[rows, c]``.
       factor: ``[rows, 128]``, what normalises them, times the weight in a per-head collapse.
     """
-    scores = scores * tile.over_lanes(factor, spec.chunk)
+    scores = scores * tile.over_lanes(factor, scores.shape[1])
     return (scores if spec.across_heads else tile.per_unit(spec, scores)).astype(spec.dtype)
 
 
@@ -281,7 +311,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
     top, total = tile.over_chunks(spec, number, statistics, start)
-    factor = tile.all_lanes(tile.reciprocal(total))
+    factor = tile.all_lanes(tile.reciprocal(spec, total))
     if not spec.across_heads:
         factor = weights.collapse[head] * factor
 

@@ -11,7 +11,7 @@ on-chip memory. They differ in what is kept and how a tile of queries meets its 
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,25 @@ LOCAL_CHUNK = 2048
 """Most pseudo-keys of a local tile: with 256 rows its scores take 2 MiB, each intermediate result as much again."""
 
 
+class Part(NamedTuple):
+    """Local: queries of a tile that see the same columns of its chunk, to whole registers.
+
+    Attributes:
+      rows: of pseudo-queries.
+      weight_rows: of what meets values.
+      columns: of the chunk.
+    """
+
+    rows: slice
+    weight_rows: slice
+    columns: slice
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.columns.stop - self.columns.start
+
+
 class DoesNotFit(Exception):
     """A problem that the kernels cannot hold in on-chip memory; says which part is too large."""
 
@@ -64,6 +83,9 @@ class Spec:
       chunk: pseudo-keys a query tile is multiplied with at once.
       chunks: how many of them (local: 1).
       history: local: pseudo-keys before the newest tile that a chunk reaches back to.
+      seen: local: pseudo-keys that a token's first pseudo-query can see before it, and its last one after it, by index.
+      own_masks: local: query tiles up to and from which a tile has its own mask, others that of the tile before; None
+        where every tile has its own. Where not None, every query sees at least itself.
       lag: tiles between the arrival of a key tile and the last query tile that sees it.
       delay: tiles between the arrival of a query's own key tile and its turn.
       slots: local: new tiles until the kept ones are moved back to the start of the buffer.
@@ -97,6 +119,8 @@ class Spec:
     chunk: int
     chunks: int
     history: int
+    seen: tuple[int, int]
+    own_masks: tuple[int, int] | None
     lag: int
     delay: int
     slots: int
@@ -146,6 +170,30 @@ class Spec:
     def weight_rows(self) -> int:
         """Rows of probabilities that meet values: one unit of a group, or all with the across-heads collapse."""
         return self.rows if self.across_heads else self.query_groups * self.unit
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether no query can have all keys masked but those that pad the last tile."""
+        return self.own_masks is not None
+
+    @property
+    def parts(self) -> list[Part]:
+        """Local: the tile's queries by the columns they can see, neighbouring groups that see the same together."""
+        size = self.query_group * self.pseudo
+        weight_size = size if self.across_heads else self.unit
+        found: list[Part] = []
+        for i in range(self.query_groups):
+            # The tile's first pseudo-query lies after `history` keys, less those that arrived while it waited.
+            start = self.history - self.delay * self.rows + i * size
+            low = max(start - self.seen[0], 0) // LANES * LANES
+            high = min(round_up(start + size + self.seen[1], LANES), self.chunk)
+            first, first_weight = i * size, i * weight_size
+            if found and found[-1].columns == slice(low, high):
+                last = found.pop()
+                first, first_weight = last.rows.start, last.weight_rows.start
+            rows, weight_rows = slice(first, (i + 1) * size), slice(first_weight, (i + 1) * weight_size)
+            found.append(Part(rows, weight_rows, slice(low, high)))
+        return found
 
     @property
     def query_groups(self) -> int:
@@ -285,10 +333,11 @@ def plan(
         band = None  # the window reaches everything
     parts = [k for k in range(kv_heads, 0, -1) if kv_heads % k == 0]  # key/value heads together, most first
     candidates = []
+    shifted = plain and query_len == key_len  # the mask depends on a tile's place only at the ends
     if band is not None:
         wide = (band.left + band.right) * pseudo > 2 * sizes.local_rows
         tile = _tile(sizes.global_rows if wide else sizes.local_rows, query_len, pseudo)
-        shape = _local(tile, band.left, band.right, pseudo, causal, window)
+        shape = _local(tile, band.left, band.right, pseudo, causal, window, key_len if shifted else None)
         if shape["chunk"] <= LOCAL_CHUNK:
             # Moving the kept tiles half as often is worth some memory, but not fewer heads at a time.
             candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (2, 1)]
@@ -347,7 +396,9 @@ def _tile(rows: int, query_len: int, pseudo: int) -> int:
     return tile
 
 
-def _local(tile: int, left: int, right: int, pseudo: int, causal: Causal, window: int | None) -> dict:
+def _local(
+    tile: int, left: int, right: int, pseudo: int, causal: Causal, window: int | None, length: int | None
+) -> dict:
     rows = tile * pseudo
     delay = -(-right // tile)
     before = window * pseudo - 1 if causal == "virtual" and window is not None else left * pseudo
@@ -356,8 +407,14 @@ def _local(tile: int, left: int, right: int, pseudo: int, causal: Causal, window
         chunk += LANES
     history = chunk - rows
     lag = -(-history // rows)
+    own_masks = None
+    if length is not None:
+        # Keys before the first token, and after the last.
+        own_masks = -(-max(history - delay * rows, 0) // rows), length // tile - delay
     return {
         "kind": "local",
+        "seen": (before, right * pseudo),
+        "own_masks": own_masks,
         "tile": tile,
         "chunk": chunk,
         "chunks": 1,
@@ -381,6 +438,8 @@ def _global(tile: int, query_len: int, key_len: int, pseudo: int, causal: Causal
         delay = min(-(-right // rows), key_tiles - 1)
     return {
         "kind": "global",
+        "seen": (0, 0),
+        "own_masks": None,
         "tile": tile,
         "chunk": chunk,
         "chunks": -(-key_tiles * rows // chunk),

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from iha_jax.ops.pallas_tpu_plan import LANES, Spec
+from iha_jax.ops.pallas_tpu_plan import LANES, Part, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation
 
 MASKED = -1e30
@@ -48,17 +48,6 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def unrotate(x: Array, cos: Array, sin: Array) -> Array:
     """The transpose of `rotate`."""
     return x * cos - pltpu.roll(x, x.shape[1] // 2, 1) * sin
-
-
-def halves_swapped(spec: Spec, x: Array) -> Array:
-    """float32 rows of a pseudo-head with their halves swapped, rounded to the heads' dtype if that is bfloat16.
-
-    Two rows of bfloat16 share a register's row, and turning registers is what binds the mixing.
-    """
-    if spec.dtype != "bfloat16":
-        return pltpu.roll(x, x.shape[1] // 2, 1)
-    packed = pltpu.bitcast(x.astype(jnp.bfloat16), jnp.int32)
-    return pltpu.bitcast(pltpu.roll(packed, x.shape[1] // 2, 1), jnp.bfloat16).astype(F32)
 
 
 def gather_base(x_ref, base_ref, rows_ref, rotation: Rotation | None, heads: int, group: int, dim: int) -> None:
@@ -132,12 +121,17 @@ def mix_heads(spec: Spec, *mixes: Mix) -> None:
                 for n in range(stack):
                     part = mixed[n * size : (n + 1) * size]
                     if mix.rotation is not None:
-                        part = part * mix.rotation.cos[...] + halves_swapped(spec, part) * mix.rotation.sin[...]
+                        part = rotate(part, mix.rotation.cos[...], mix.rotation.sin[...])
                     elif mix.scale != 1.0:
                         part = part * mix.scale
                     mix.out[first + n, rows_at(mix.start, i * size, size), :] = part.astype(spec.dtype)
 
-    for_each(heads // stack, some)
+    for_each(heads // stack, some, together=4)
+
+
+def columns_of(part: Part, at):
+    """Rows of the kept keys that are a part's columns of the chunk ``at``."""
+    return rows_at(at.start, part.columns.start, part.width)
 
 
 def rows_at(start, offset: int, size: int):
@@ -191,7 +185,7 @@ def side_by_side(heads: int, size: int, base_rows: int) -> tuple[int, int, int]:
 
 def not_side_by_side(x: Array, heads: int) -> Array:
     """That gradient as the matrices are: ``[heads, size, base rows]``."""
-    turns, base_rows, lanes = x.shape
+    turns, base_rows, _ = x.shape
     x = x.reshape(turns, base_rows, heads // turns, -1)
     return jnp.moveaxis(x, 1, 3).reshape(heads, -1, base_rows)
 
@@ -247,35 +241,43 @@ def all_lanes(x: Array) -> Array:
     return jnp.broadcast_to(x, (x.shape[0], LANES))
 
 
-def top_of(scores: Array) -> Array:
+def top_of(spec: Spec, scores: Array) -> Array:
     """Row maxima of masked scores ``[rows, 1]``."""
-    return jnp.maximum(jnp.max(scores, axis=1, keepdims=True), LOWEST)
+    top = jnp.max(scores, axis=1, keepdims=True)
+    return top if spec.sees_itself else jnp.maximum(top, LOWEST)
 
 
 def per_unit(spec: Spec, x: Array) -> Array:
     """Sums rows of pseudo-queries that belong to the same row of a unit: ``[rows, c]`` -> ``[groups*unit, c]``."""
-    x = x.reshape(spec.query_groups, spec.rows // (spec.query_groups * spec.unit), spec.unit, x.shape[1])
-    return jnp.sum(x, axis=1).reshape(spec.query_groups * spec.unit, x.shape[3])
+    split = _by_unit(spec, x)
+    return jnp.sum(split, axis=1).reshape(-1, x.shape[1])
 
 
 def over_units(spec: Spec, x: Array, units: Array, combine) -> Array:
     """Combines ``[rows, c]`` with ``[groups*unit, c]``, repeated for every turn of a unit."""
-    split = x.reshape(spec.query_groups, spec.rows // (spec.query_groups * spec.unit), spec.unit, x.shape[1])
-    units = units.reshape(spec.query_groups, 1, spec.unit, units.shape[1])
-    return combine(split, units).reshape(x.shape)
+    units = units.reshape(-1, 1, spec.unit, units.shape[1])
+    return combine(_by_unit(spec, x), units).reshape(x.shape)
 
 
-def reciprocal(total: Array) -> Array:
+def _by_unit(spec: Spec, x: Array) -> Array:
+    size = spec.query_group * spec.pseudo
+    return x.reshape(x.shape[0] // size, size // spec.unit, spec.unit, x.shape[1])
+
+
+def reciprocal(spec: Spec, total: Array) -> Array:
     """1/total; of 0, the total of a query that saw nothing and whose weights are 0, something finite.
 
-    The hardware's approximation and two Newton steps: a third of the instructions of an exact division.
+    The hardware's approximation and Newton steps, each of which doubles the right digits: a third of the instructions
+    of an exact division, and one step is enough for what is rounded to bfloat16.
     """
-    total = jnp.maximum(total, 1e-30)
+    if not spec.sees_itself:
+        total = jnp.maximum(total, 1e-30)
     # jax 0.12 moved it.
     approximate = getattr(pltpu, "reciprocal", None) or pl.reciprocal
     guess = approximate(total, approx=True)
-    guess = guess * (2.0 - total * guess)
-    return guess * (2.0 - total * guess)
+    for _ in range(1 if spec.dtype == "bfloat16" else 2):
+        guess = guess * (2.0 - total * guess)
+    return guess
 
 
 def chunk_range(spec: Spec, tile: Array) -> tuple[Array | int, Array | int]:

@@ -100,7 +100,12 @@ def bundles_per_step(regions: list[Region], spec: Spec | None, steps: int) -> fl
         arithmetic = sum(op in ("vmul", "vadd", "vsub", "vmax", "vmatmul", "vsel") for op in region.operations)
         loads = region.operations.count("vld")
         times = share
-        if region.depth >= 2:
+        if region.depth == 1 and "vcmp" in region.operations and "vmatmul" not in region.operations:
+            if spec is not None and spec.own_masks is not None:
+                # Masks are kept from tile to tile but for the first and last ones.
+                first, last = spec.own_masks
+                times = (first + 1 + max(spec.query_tiles - last, 0)) * spec.batch / steps
+        elif region.depth >= 2:
             times = float(region.trips or 1) * share
             if not arithmetic:
                 # Clearing at the start of a sequence, or moving the kept tiles once in so many steps.

@@ -1,6 +1,7 @@
 """The fused TPU kernels beyond the shared suite: long sequences, parts of heads, races, costs."""
 
 import dataclasses
+import functools
 import importlib
 
 import chex
@@ -246,6 +247,71 @@ def transcendental_elements(jaxpr) -> int:
             for inner in jaxpr_flops._jaxprs(value):
                 total += repeats * transcendental_elements(inner)
     return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", ["virtual", "token", None])
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+def test_corners_of_wide_windows_are_skipped(causal, layout):
+    spec = variant(T=230, S=230, N=2, K=1, window=68, causal=causal, layout=layout)
+    with tuning.force(Sizes(local_rows=256)):
+        found = pallas_tpu.spec_of(arguments(spec))
+        assert found.kind == "local"
+        assert len(found.parts) > 1
+        assert found.query_tiles > 3
+        assert_equals_blockwise(spec)
+
+
+@pytest.mark.parametrize("causal", ["virtual", "token", None])
+@pytest.mark.parametrize(("pseudo", "window"), [(20, 10), (8, 64), (4, 120), (2, 33), (1, 130)])
+def test_parts_of_a_tile_hold_every_visible_pair(causal, pseudo, window):
+    """Against all pairs of a tile's pseudo-queries and a chunk's pseudo-keys, by the definition of the window."""
+    spec = variant(T=2048, S=2048, P=pseudo, window=window, causal=causal)
+    found = pallas_tpu.spec_of(arguments(spec))
+    assert found.kind == "local"
+    # Rows of a group of tokens are (pseudo-head, token), those of keys (token, pseudo-head).
+    group = np.arange(found.tile).reshape(-1, 1, found.query_group)
+    query = (group * pseudo + np.arange(pseudo)[None, :, None]).reshape(-1, 1)
+    key = np.arange(found.chunk)[None] - found.history + found.delay * found.rows
+    distance, tokens = query - key, query // pseudo - key // pseudo
+    visible = {
+        "virtual": (distance >= 0) & (distance < window * pseudo),
+        "token": (tokens >= 0) & (tokens < window),
+        None: abs(tokens) < window,
+    }[causal]
+    assert visible.sum(axis=1).min() >= window * pseudo  # the chunk holds whole windows
+    computed = np.zeros_like(visible)
+    for part in found.parts:
+        computed[part.rows, part.columns] = True
+    assert not (visible & ~computed).any()
+    assert [part.rows.start for part in found.parts] == [0, *(part.rows.stop for part in found.parts[:-1])]
+    assert found.parts[-1].rows.stop == found.rows
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 20])
+@pytest.mark.parametrize("most", [0, 4, 7, 20])
+def test_pipeline_runs_every_stage_once_and_in_order(count, most):
+    """Every stage of every head once, in order, and no slot written before it is read."""
+    counts = np.zeros((3, count), np.int64)
+    held: list[list[int]] = [[-1, -1], [-1, -1]]
+
+    def stage(number, head, slot):
+        assert slot == head % 2
+        counts[number, head] += 1
+        if number > 0:
+            assert held[number - 1][slot] == head
+        if number < 2:
+            held[number][slot] = head
+
+    def eager(start, stop, body, carry):
+        for i in range(start, stop):
+            carry = body(i, carry)
+        return carry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_tpu_tile.lax, "fori_loop", eager)
+        pallas_tpu_tile.pipeline(count, most, *(functools.partial(stage, i) for i in range(3)))
+    assert (counts == 1).all()
 
 
 @pytest.mark.parametrize("pseudo", [1, 2, 3, 4, 8, 20])

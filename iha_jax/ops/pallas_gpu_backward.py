@@ -7,7 +7,7 @@ side. The second owns keys and is visited by queries, with the statistics at han
 the forward pass, and beside base heads nothing leaves the chip but two numbers per pseudo-query.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +22,32 @@ from iha_jax.ops.pallas_gpu_prepare import Mixing, Tokens
 F32 = jnp.float32
 
 
+# Arrays outside the kernels, block specs around them and refs inside: hence Any.
+
+
 class Statistics(NamedTuple):
     """Of every pseudo-query ``[B, n, (T, p)]``, float32."""
 
-    total: Array
+    total: Any
     """Logarithm (base 2) of the softmax's sum."""
-    mean: Array
+    mean: Any
     """The probabilities' mean of their gradients ``d_out · pseudo-value``, which is ``d_out · pseudo-output``."""
 
 
 class QueryGradients(NamedTuple):
     """Of the first kernel, float32: base queries ``[B, (T, M), H]`` and mixing ``[n, p, (t, m)]``."""
 
-    query: Array
-    mixing: Array
+    query: Any
+    mixing: Any
 
 
 class KeyGradients(NamedTuple):
     """Of the second kernel: base keys and values, and their mixing ``[k, p, (t, m)]``."""
 
-    key: Array
-    value: Array
-    mix_key: Array
-    mix_value: Array
+    key: Any
+    value: Any
+    mix_key: Any
+    mix_value: Any
 
 
 def query_gradients(

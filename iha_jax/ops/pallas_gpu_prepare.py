@@ -72,8 +72,10 @@ def tokens(args: Arguments, spec: Spec) -> Tokens:
         query=_rows(query, spec, spec.query_tokens),
         key=_rows(key, spec, spec.key_tokens),
         value=_rows(args.value, spec, spec.key_tokens),
-        query_index=_index(args, spec, args.query_positions, args.query_segment_ids, spec.query_tokens, nothing=-1),
-        key_index=_index(args, spec, args.key_positions, args.key_segment_ids, spec.key_tokens, nothing=-2),
+        query_index=_index(
+            args, spec, args.query_positions, args.query_segment_ids, spec.query_tokens, nothing=-(2**31)
+        ),
+        key_index=_index(args, spec, args.key_positions, args.key_segment_ids, spec.key_tokens, nothing=1 - 2**31),
         cos=cos,
         sin=sin,
     )
@@ -100,11 +102,6 @@ def tensor_gradient(spec: Spec, gradient: Array, sources: int) -> Array:
     group = spec.tiles.owner // spec.pseudo
     gradient = gradient[:, :, : group * sources].reshape(*gradient.shape[:2], group, sources)
     return gradient.sum(axis=2).transpose(2, 0, 1)
-
-
-def head_gradient(x: Array, like: Array) -> Array:
-    """Sums of rows ``[B, rows, H]`` as the gradient of an operand."""
-    return x.astype(like.dtype)
 
 
 def _rows(x: Array, spec: Spec, length: int) -> Array:

@@ -11,6 +11,7 @@ import pytest
 
 from iha_jax import HeadMixing, Rope, YarnScaling, interleaved_head_attention
 from iha_jax.ops import api, pallas_gpu
+from iha_jax.ops.arguments import validate
 from iha_jax.ops.pallas_gpu_plan import Spec, Tile, Tiles, default_tiles
 from tests.ops import cases, test_oracle
 
@@ -91,6 +92,25 @@ def test_default_tiles_and_a_batch_of_mixings(gpu):
     chex.assert_trees_all_close(np.asarray(jax.jit(jax.vmap(call))(*stacked)), looped, atol=1e-5)
     expected = np.stack([cases.expected(spec, arrays, {}) for arrays in draws])
     chex.assert_trees_all_close(looped, expected.astype(np.float32), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_part_of_the_heads():
+    """As on a mesh that splits heads: all base heads are read, some heads are made; with ids below zero."""
+    inputs, _ = cases.draw(BASE, 0)
+    ids = np.where(np.arange(BASE.T) < 17, -1, -2)[None].astype(np.int32)
+    expected = cases.expected(BASE, inputs, {"query_segment_ids": ids, "key_segment_ids": ids})[:, :, 2:]
+    query, key, value, mix_query, mix_key, mix_value, collapse = (jnp.asarray(x) for x in inputs)
+    mixing = HeadMixing(mix_query[:, 2:], mix_key[:, 1:], mix_value[:, 1:], collapse[2:])
+    options = {**BASE.options, "query_positions": None, "key_positions": None, "precision": "highest"}
+
+    def attend(query):
+        ids_of = {"query_segment_ids": jnp.asarray(ids), "key_segment_ids": jnp.asarray(ids)}
+        return pallas_gpu.pallas_gpu(validate(query, key, value, mixing, part_of_heads=True, **options, **ids_of))
+
+    with pallas_gpu.force(TILES):
+        out = jax.jit(attend, compiler_options=cases.QUICK)(query)
+    chex.assert_trees_all_close(np.asarray(out), expected.astype(np.float32), atol=2e-5)
 
 
 def problem(causal, window, pseudo, aligned=True, plain=True) -> Spec:

@@ -6,7 +6,11 @@ import jax
 
 
 def matmul_flops(function, *args) -> int:
-    """Multiplications and additions of every `dot_general` in the traced function; loops times their length."""
+    """Multiplications and additions of every `dot_general` in the traced function; loops times their length.
+
+    Bodies under `jax.shard_map` count for every device, Pallas kernels what their cost estimates say, and of branches
+    the costliest.
+    """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
@@ -18,9 +22,23 @@ def _count(jaxpr) -> int:
             terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
             total += 2 * terms * math.prod(eqn.outvars[0].aval.shape)
             continue
-        if eqn.primitive.name in ("while", "conv_general_dilated"):
+        if eqn.primitive.name == "conv_general_dilated":
             raise NotImplementedError(f"{eqn.primitive.name} has no static count")
-        repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+            total += eqn.params["cost_estimate"].flops
+            continue
+        if eqn.primitive.name == "cond":
+            total += max(map(_count, (branch.jaxpr for branch in eqn.params["branches"])))
+            continue
+        repeats = 1
+        if eqn.primitive.name == "scan":
+            repeats = eqn.params["length"]
+        elif eqn.primitive.name == "shard_map":
+            repeats = eqn.params["mesh"].size
+        elif eqn.primitive.name == "while":
+            if any(_count(eqn.params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr")):
+                raise NotImplementedError("a while loop with products in it has no static count")
+            continue
         for value in eqn.params.values():
             for inner in _jaxprs(value):
                 total += repeats * _count(inner)

@@ -1,4 +1,4 @@
-"""Composing relations in one layer: Interleaved Head Attention against plain attention (the paper's appendix D).
+"""Composing relations in one layer: plain, 2-simplicial and Interleaved Head Attention (the paper's appendix D).
 
 Command:   python -m iha_jax.experiments.compare configs/relations.py --seeds 3
 Hardware:  with an accelerator the paper's protocol; without one a reduced one, under an hour on one CPU core
@@ -13,6 +13,7 @@ from iha_jax.models import EncoderConfig
 
 ATTENTIONS = {
     "MHA": {"attention": "mha"},
+    "2-simplicial": {"attention": "simplicial"},
     "IHA, P = 4": {"attention": "iha", "num_pseudo_heads": 4},
     "IHA, P = 8": {"attention": "iha", "num_pseudo_heads": 8},
 }

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from iha_jax.nn.attention import InterleavedHeadAttention
 from iha_jax.nn.projections import AttentionProjections
+from iha_jax.nn.simplicial import SimplicialAttention
 from iha_jax.ops.api import interleaved_head_attention
 from iha_jax.ops.mixing import HeadMixing
 
@@ -25,8 +26,9 @@ def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) ->
 
     Returns:
       "effective" ``[N, T, T]``: what a head's output has of each token's values, all source heads together, after
-      mixing and collapse (rows need not sum to 1). For IHA also "pseudo" ``[N, T P, T P]``: the softmax weights of
-      pseudo-query (t, p), row ``t * P + p``, on pseudo-key (s, r), column ``s * P + r``.
+      mixing and collapse (rows need not sum to 1); of 2-simplicial attention, the weight of the first of a pair.
+      For IHA also "pseudo" ``[N, T P, T P]``: the softmax weights of pseudo-query (t, p), row ``t * P + p``, on
+      pseudo-key (s, r), column ``s * P + r``.
 
     Raises:
       ValueError: more than one input.
@@ -36,10 +38,14 @@ def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) ->
     query, key, value = layer._project(x, x)
     tokens = x.shape[1]
     one_hot = jnp.broadcast_to(jnp.eye(tokens, dtype=value.dtype)[None, :, None], (1, tokens, value.shape[2], tokens))
+    values = one_hot
+    if isinstance(layer, SimplicialAttention):
+        # Values are products of a pair's two: ones for the second leave the weight of the first, over all pairs.
+        values = jnp.concatenate([one_hot, jnp.ones_like(one_hot)], axis=-1)
     # One segment, said aloud: plain attention's shortest path takes values of the keys' size only.
     ids = jnp.ones((1, tokens), jnp.int32)
     effective = layer._attend(
-        query, key, one_hot, query_positions=None, key_positions=None, query_segment_ids=ids, key_segment_ids=ids
+        query, key, values, query_positions=None, key_positions=None, query_segment_ids=ids, key_segment_ids=ids
     )
     patterns = {"effective": jnp.moveaxis(effective[0], 1, 0)}
     if isinstance(layer, InterleavedHeadAttention):

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from iha_jax import InterleavedHeadAttention, MultiHeadAttention, Rope
+from iha_jax.nn import SimplicialAttention
 from iha_jax.viz import attention_patterns, mixing_summary
 
 T, N, H, P = 5, 3, 4, 2
@@ -36,6 +37,14 @@ def test_patterns_of_plain_attention():
     expected = softmax(np.where(np.tri(T, dtype=bool), logits, -np.inf))
     assert set(patterns) == {"effective"}
     np.testing.assert_allclose(patterns["effective"], expected, atol=1e-6)
+
+
+def test_patterns_of_simplicial_attention():
+    layer, x, patterns = looked_at(lambda: SimplicialAttention(N, N * H, causal=False, rngs=nnx.Rngs(0)))
+    keys = (heads(x, layer.key_kernel), heads(x, layer.second_key_kernel))
+    logits = np.einsum("tnh,inh,jnh->ntij", heads(x, layer.query_kernel), *keys) / H**0.5
+    weights = softmax(logits.reshape(N, T, T * T)).reshape(N, T, T, T)
+    np.testing.assert_allclose(patterns["effective"], weights.sum(axis=3), atol=1e-6)
 
 
 @pytest.mark.parametrize("collapse", ["per_head", "across_heads"])

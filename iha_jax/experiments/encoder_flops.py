@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from iha_jax.models.encoder import EncoderConfig
+from iha_jax.nn.simplicial import computed_triples
 from iha_jax.ops import forms
 
 
@@ -28,8 +29,9 @@ def encoder_flops_per_token(config: EncoderConfig, lengths: Sequence[int], batch
       batch: sequences of each.
     """
     model = executed = 0.0
+    projections = 6 if config.attention == "simplicial" else 4
     for tokens in lengths:
-        dense = 2 * tokens * config.model_dim * (4 * config.model_dim + 2 * config.mlp_dim + 1)
+        dense = 2 * tokens * config.model_dim * (projections * config.model_dim + 2 * config.mlp_dim + 1)
         core_model, core_executed = _core(config, tokens, batch)
         model += 3 * (dense + core_model)
         # Tokens need no gradient, but their embeddings do: every product has both of its gradients.
@@ -43,6 +45,9 @@ def _core(config: EncoderConfig, tokens: int, batch: int) -> tuple[float, float]
     if config.attention == "mha":
         products = 2 * 2 * tokens**2 * n * h
         return products, 3 * products
+    if config.attention == "simplicial":
+        triples, recomputed = computed_triples(batch, n, tokens)
+        return 2 * 2 * tokens**3 * n * h, (6 + 2 * recomputed) * 2 * triples * n * h
     p = config.num_pseudo_heads
     pseudo = p * tokens
     collapse = n if config.collapse == "per_head" else n * n

@@ -21,10 +21,11 @@ from iha_jax.nn.parameters import (
     require_positive,
     split_keys,
 )
+from iha_jax.nn.simplicial import SimplicialAttention
 from iha_jax.ops.mixing import Collapse
 from iha_jax.ops.types import Implementation
 
-EncoderAttention = Literal["mha", "iha"]
+EncoderAttention = Literal["mha", "iha", "simplicial"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,8 @@ def _make_attention(config: EncoderConfig, key: Array) -> MultiHeadAttention | I
     match config.attention:
         case "mha":
             return MultiHeadAttention(config.num_heads, config.model_dim, causal=False, **shared)
+        case "simplicial":
+            return SimplicialAttention(config.num_heads, config.model_dim, causal=False, **shared)
         case "iha":
             return InterleavedHeadAttention(
                 config.num_heads,

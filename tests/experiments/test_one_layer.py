@@ -167,6 +167,7 @@ def test_wrong_experiments(changes, message):
     ("options", "factor"),
     [
         ({"attention": "mha"}, 1.0),
+        ({"attention": "simplicial"}, 1.0),
         ({"attention": "iha", "implementation": "reference"}, 1.0),
         ({"attention": "iha", "collapse": "across_heads"}, None),
         ({"attention": "iha"}, None),

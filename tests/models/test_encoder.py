@@ -20,6 +20,7 @@ def parameters(config):
 def test_the_papers_ternary_model_has_its_206849_parameters():
     assert parameters(EncoderConfig()) == 206_849
     assert parameters(EncoderConfig(attention="iha", num_pseudo_heads=4)) == 206_849 + 3 * 8 * 8 * 4 + 8 * 4
+    assert parameters(EncoderConfig(attention="simplicial")) == 206_849 + 2 * (128 * 128 + 128)
 
 
 def norm(x, layer):
@@ -69,7 +70,7 @@ def test_logits_by_hand(attention):
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("attention", ["mha", "iha"])
+@pytest.mark.parametrize("attention", ["mha", "iha", "simplicial"])
 def test_padding_changes_nothing(attention):
     _, call = randomised(EncoderConfig(attention=attention, **SMALL))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 9)))

@@ -12,12 +12,7 @@ from iha_jax.training.cli import config_in, override, parse
 from iha_jax.training.config import OptimizerConfig, ParameterGroup, TrainConfig
 from iha_jax.training.serialization import differences, from_json, from_plain, to_json, to_plain
 
-# Comparisons are configurations of their own kind, with tests of their own.
-CONFIGS = [
-    path
-    for path in sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
-    if "CONFIG = comparison(" not in path.read_text()
-]
+CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

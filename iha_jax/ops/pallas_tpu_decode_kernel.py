@@ -8,6 +8,7 @@ computed.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,10 @@ from iha_jax.ops.pallas_tpu_plan import LANES, VMEM_LIMIT
 from iha_jax.ops.rope import fractional_turns
 
 F32 = jnp.float32
+
+# Of a description they read only what both kinds have: precision and allowed distances.
+_dot: Callable[..., Array] = tile.dot
+_mask_bias: Callable[..., Array] = tile.mask_bias
 
 
 class Inputs(NamedTuple):
@@ -230,7 +235,7 @@ def _visit(spec: DecodeSpec, inputs: Inputs, scratch: Scratch) -> None:
         query = inputs.query[0].reshape(spec.kv_heads * spec.rows, spec.head_dim)
 
         def base_scores(i):
-            scratch.keys[i] = tile.dot(spec, query, scratch.key_base[i].astype(spec.dtype), (1, 1))
+            scratch.keys[i] = _dot(spec, query, scratch.key_base[i].astype(spec.dtype), (1, 1))
 
         tile.for_each(spec.groups, base_scores)
     else:
@@ -238,13 +243,13 @@ def _visit(spec: DecodeSpec, inputs: Inputs, scratch: Scratch) -> None:
 
     query_index = inputs.row_index[0, :, 0:1], inputs.row_index[0, :, 1:2]
     for j in range(spec.pieces):
-        scratch.bias[j] = tile.mask_bias(spec, query_index, inputs.piece_index[0, 0, j])
+        scratch.bias[j] = _mask_bias(spec, query_index, inputs.piece_index[0, 0, j])
     tile.for_each(spec.kv_heads, functools.partial(_attend, spec, inputs, scratch))
 
     scratch.out[...] = scratch.out[...] * scratch.shrink[:, 0:1]
 
     def add_values(i):
-        scratch.out[...] += tile.dot(spec, scratch.weights[i], scratch.value_base[i].astype(spec.dtype))
+        scratch.out[...] += _dot(spec, scratch.weights[i], scratch.value_base[i].astype(spec.dtype))
 
     tile.for_each(spec.groups, add_values)
 
@@ -321,7 +326,7 @@ def _mix_keys(spec: DecodeSpec, inputs: Inputs, scratch: Scratch) -> None:
     weights = inputs.mix_key[...].reshape(spec.kv_heads * size, spec.base)
 
     def of_group(i):
-        mixed = tile.dot(spec, weights, scratch.key_base[i].astype(spec.dtype))
+        mixed = _dot(spec, weights, scratch.key_base[i].astype(spec.dtype))
         at = pl.ds(_multiple(i * size), size)
         for k in range(spec.kv_heads):
             part = mixed[k * size : (k + 1) * size]
@@ -336,16 +341,16 @@ def _scores(spec: DecodeSpec, inputs: Inputs, scratch: Scratch, head, at, j: int
     """Logits over log 2 of one head's rows against one piece ``[rows, piece]``, or the cap's argument."""
     if not spec.base_scores:
         key = scratch.keys[head, j * spec.piece : (j + 1) * spec.piece, :]
-        return tile.dot(spec, inputs.query[0, head], key, (1, 1))
+        return _dot(spec, inputs.query[0, head], key, (1, 1))
     parts = []
     for v in range(spec.span):
         base, weights = scratch.keys[j * spec.span + v, at, :], inputs.mix_key[head, v]
         high = base.astype(weights.dtype)
-        parts.append(tile.dot(spec, high, weights))
+        parts.append(_dot(spec, high, weights))
         if weights.dtype != F32:
             # Scores, unlike heads, have few terms over which rounding errors would even out.
             low = (base - high.astype(F32)).astype(weights.dtype)
-            parts.append(tile.dot(spec, low, weights))
+            parts.append(_dot(spec, low, weights))
     return functools.reduce(jnp.add, parts)
 
 
@@ -368,7 +373,7 @@ def _attend(spec: DecodeSpec, inputs: Inputs, scratch: Scratch, head) -> None:
         total = total + jnp.sum(weights, axis=1, keepdims=True)
         weights = weights.astype(spec.dtype)
         for v in range(spec.span):
-            mixed = tile.dot(spec, weights, inputs.mix_value[head, v])
+            mixed = _dot(spec, weights, inputs.mix_value[head, v])
             scratch.weights[j * spec.span + v, at, :] = mixed.astype(spec.dtype)
     for ref, x in ((scratch.top, new), (scratch.total, total), (scratch.shrink, shrink)):
         ref[at, :] = jnp.broadcast_to(x, (spec.rows, LANES))

@@ -53,9 +53,11 @@ def streaming(args: Arguments) -> Array:
     numbers = jnp.arange(pseudo, dtype=jnp.int32)
     dot = functools.partial(jnp.einsum, precision=args.precision, preferred_element_type=compute)
     rope = args.rope
-    tables = functools.partial(
-        rope_tables, rope=rope, head_dim=args.head_dim, num_pseudo_heads=pseudo, dtype=compute
-    )  # fmt: skip
+
+    def tables(index: Array, with_factor: bool = True) -> tuple[Array, Array]:
+        assert rope is not None
+        return rope_tables(index, rope, args.head_dim, pseudo, compute, with_factor)
+
     step = 0 if rope is None else rope.tokens_to_index(pseudo)
     rotates_pseudo = rope is not None and rope.positions == "virtual" and pseudo > 1
 

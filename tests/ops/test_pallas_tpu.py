@@ -226,12 +226,14 @@ def bytes_by_walking(mapping) -> int:
     for block in mapping.block_mappings:
         index_map = jaxpr_as_fun(block.index_map_jaxpr)
         shape = [getattr(size, "block_size", size) for size in block.block_shape]
+        # jax renamed it after 0.7.
+        array = block.array_aval if hasattr(block, "array_aval") else block.array_shape_dtype
         previous = None
         steps = np.array(list(np.ndindex(*mapping.grid)), np.int32)
         for index in zip(*jax.vmap(index_map)(*steps.T), strict=True):
             index = tuple(int(i) for i in index)
             if index != previous:
-                total += int(np.prod(shape)) * block.array_shape_dtype.dtype.itemsize
+                total += int(np.prod(shape)) * array.dtype.itemsize
             previous = index
     return total
 

@@ -163,7 +163,7 @@ class Module:
     def executed(self) -> Iterator[tuple[Computation, int]]:
         """Every computation that runs as a whole (not inside a fusion) and how many times, loops multiplied out.
 
-        Of a conditional's branches only the largest is taken.
+        Of a conditional's branches only one is taken: that with the most products, and of equals the longest.
         """
         yield from self._walk(self.entry, 1)
 
@@ -181,11 +181,12 @@ class Module:
             elif instruction.opcode == "call":
                 yield from self._walk(self.computations[called["to_apply"][0]], times)
 
-    def _size(self, computation: Computation) -> int:
-        inner = [
-            self.computations[n] for i in computation.instructions.values() for ns in i.called.values() for n in ns
-        ]
-        return len(computation.instructions) + sum(map(self._size, inner))
+    def _size(self, computation: Computation) -> tuple[int, int]:
+        """Matrix products and kernels in it, and instructions; what it calls included."""
+        found = list(computation.instructions.values())
+        inner = [self._size(self.computations[n]) for i in found for names in i.called.values() for n in names]
+        products = sum(i.opcode in ("dot", "convolution", "custom-call") for i in found)
+        return products + sum(p for p, _ in inner), len(found) + sum(n for _, n in inner)
 
     def inside(self, instruction: Instruction) -> Iterator[Computation]:
         """The computations fused into an instruction, one after the other."""

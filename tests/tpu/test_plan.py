@@ -133,8 +133,11 @@ def test_executed_flops_on_a_mesh():
     # Without causal skipping: every query with every key, in each of four parts.
     assert computed_pairs(2, 4, 16, True, None, 64) == (16 * 64, False)
     mha = dataclasses.replace(model, pattern=("mha",))
-    split = account(mha, 2, split=Split(tokens=4))
-    assert split.executed_training_per_token == account(mha, 2).executed_training_per_token
+    # Causal global layers deal their 64 tokens out in 4 ranges, each with all keys up to its end: (1 + 2 + 3 + 4) / 4²
+    # of the whole square.
+    split, whole = account(mha, 2, split=Split(tokens=4)), account(mha, 2)
+    saved = 6 * 2 * 64 * (64 - 64 * 10 / 16) * 4 * 16 * 2 / 64
+    assert split.executed_training_per_token == pytest.approx(whole.executed_training_per_token - saved, rel=1e-12)
 
 
 PLAN = Plan("a", "v5e:2x2", 4, 4, {"fsdp": 4}, 8, 1, 64, "full", 1000, 10, 1.0)

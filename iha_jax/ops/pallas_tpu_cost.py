@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def moved_bytes(grid: tuple[int, ...], blocks: Iterable[tuple[pl.BlockSpec, DTyp
         for block, dtype in blocks:
             index = np.stack(np.broadcast_arrays(*(np.asarray(i) for i in block.index_map(*steps)), steps[0])[:-1])
             fetches = 1 + int(np.count_nonzero((np.diff(index, axis=1) != 0).any(axis=0)))
-            total += fetches * math.prod(block.block_shape) * jnp.dtype(dtype).itemsize
+            shape: Any = block.block_shape  # whole numbers in this package
+            total += fetches * math.prod(shape) * jnp.dtype(dtype).itemsize
     return total
 
 

@@ -291,7 +291,7 @@ def _attend(
                 top = tile.over_lanes(scratch.of_rows[slot, rows, :], part.width)
                 weight = jnp.exp2(scratch.scores[slot, rows, columns] - top)
                 scratch.scores[slot, rows, columns] = weight
-                over = tile.reciprocal(spec, jnp.sum(weight, axis=1, keepdims=True))
+                over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True), spec.dtype, positive=spec.sees_itself)
                 scratch.of_rows[slot, rows, :] = tile.all_lanes(over)
 
         def reduce(head, slot):

@@ -138,7 +138,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     nothing = jnp.zeros((spec.rows, 1), F32)
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), nothing, nothing
     top, total, mean = tile.over_chunks(spec, number, statistics, start)
-    over = tile.all_lanes(tile.reciprocal(spec, total))
+    over = tile.all_lanes(tile.reciprocal(total, spec.dtype, positive=spec.sees_itself))
     mean = tile.all_lanes(mean) * over
 
     def gradients(j, carry, masked):

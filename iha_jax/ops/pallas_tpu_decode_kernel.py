@@ -222,7 +222,7 @@ def _kernel(spec: DecodeSpec, structure, tile_at_ref, counts_ref, *refs) -> None
     def _():
         def write(head):
             at = pl.ds(_multiple(head * spec.rows), spec.rows)
-            over = tile.reciprocal(scratch.total[at, :])[:, 0:1]
+            over = tile.reciprocal(scratch.total[at, :], spec.dtype, positive=False)[:, 0:1]
             out_ref[0, head] = scratch.out[at, :] * over
 
         tile.for_each(spec.kv_heads, write)

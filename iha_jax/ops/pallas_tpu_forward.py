@@ -253,7 +253,9 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
                 top = tile.over_lanes(scratch.of_rows[slot, part.rows, :], part.width)
                 scores = jnp.exp2(scratch.scores[slot, part.rows, part.columns] - top)
                 scratch.scores[slot, part.rows, part.columns] = scores
-                over = tile.all_lanes(tile.reciprocal(spec, jnp.sum(scores, axis=1, keepdims=True)))
+                over = tile.all_lanes(
+                    tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True), spec.dtype, positive=spec.sees_itself)
+                )
                 if not spec.across_heads:
                     over = weights.collapse[head, part.rows] * over
                 scratch.of_rows[slot, part.rows, :] = over
@@ -313,7 +315,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
 
     start = jnp.full((spec.rows, 1), tile.LOWEST, F32), jnp.zeros((spec.rows, 1), F32)
     top, total = tile.over_chunks(spec, number, statistics, start)
-    factor = tile.all_lanes(tile.reciprocal(spec, total))
+    factor = tile.all_lanes(tile.reciprocal(total, spec.dtype, positive=spec.sees_itself))
     if not spec.across_heads:
         factor = weights.collapse[head] * factor
 

@@ -264,18 +264,18 @@ def _by_unit(spec: Spec, x: Array) -> Array:
     return x.reshape(x.shape[0] // size, size // spec.unit, spec.unit, x.shape[1])
 
 
-def reciprocal(spec: Spec, total: Array) -> Array:
+def reciprocal(total: Array, dtype: str, *, positive: bool) -> Array:
     """1/total; of 0, the total of a query that saw nothing and whose weights are 0, something finite.
 
     The hardware's approximation and Newton steps, each of which doubles the right digits: a third of the instructions
     of an exact division, and one step is enough for what is rounded to bfloat16.
     """
-    if not spec.sees_itself:
+    if not positive:
         total = jnp.maximum(total, 1e-30)
     # jax 0.12 moved it.
     approximate = getattr(pltpu, "reciprocal", None) or pl.reciprocal
     guess = approximate(total, approx=True)
-    for _ in range(1 if spec.dtype == "bfloat16" else 2):
+    for _ in range(1 if dtype == "bfloat16" else 2):
         guess = guess * (2.0 - total * guess)
     return guess
 

@@ -11,10 +11,15 @@ def matmul_flops(function, *args) -> int:
     Bodies under `jax.shard_map` count for every device, Pallas kernels what their cost estimates say, and of branches
     the costliest.
     """
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+    return _count(jax.make_jaxpr(function)(*args).jaxpr, False)
 
 
-def _count(jaxpr) -> int:
+def kernel_flops(function, *args) -> int:
+    """The same inside fused kernels too, one step of their grids: not what they claim, but what they do."""
+    return _count(jax.make_jaxpr(function)(*args).jaxpr, True)
+
+
+def _count(jaxpr, inside: bool) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -24,11 +29,11 @@ def _count(jaxpr) -> int:
             continue
         if eqn.primitive.name == "conv_general_dilated":
             raise NotImplementedError(f"{eqn.primitive.name} has no static count")
-        if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+        if eqn.primitive.name == "pallas_call" and not inside and eqn.params["cost_estimate"] is not None:
             total += eqn.params["cost_estimate"].flops
             continue
         if eqn.primitive.name == "cond":
-            total += max(map(_count, (branch.jaxpr for branch in eqn.params["branches"])))
+            total += max(_count(branch.jaxpr, inside) for branch in eqn.params["branches"])
             continue
         repeats = 1
         if eqn.primitive.name == "scan":
@@ -36,12 +41,12 @@ def _count(jaxpr) -> int:
         elif eqn.primitive.name == "shard_map":
             repeats = eqn.params["mesh"].size
         elif eqn.primitive.name == "while":
-            if any(_count(eqn.params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr")):
+            if any(_count(eqn.params[name].jaxpr, inside) for name in ("cond_jaxpr", "body_jaxpr")):
                 raise NotImplementedError("a while loop with products in it has no static count")
             continue
         for value in eqn.params.values():
             for inner in _jaxprs(value):
-                total += repeats * _count(inner)
+                total += repeats * _count(inner, inside)
     return total
 
 

@@ -127,6 +127,7 @@ def dot_product_attention(
     maps = query.shape[2] * (1 if between is None else between.num_maps)
     logits = query.shape[0] * maps * query_len * key_len
     plain = window is None and logits_soft_cap is None and precision is None and between is None
+    plain = plain and query.shape[3] == value.shape[3]  # jax.nn's refuses values of their own width
     if plain and default_positions and not segmented and logits <= _MAX_LOGITS:
         return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
     if query_positions is None:

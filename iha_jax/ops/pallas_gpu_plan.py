@@ -80,7 +80,8 @@ def default_tiles(head_dim: int, dtype: str) -> Tiles:
     More owners share the mixing of their visitors, fewer visitors leave registers for the sums. Bytes spilled by a
     thread, forward / queries / keys, bfloat16, N 8, P 4: H = 64 none; H = 128 none / 500 / none. With 64 visitors it
     is 1600 / 3900 / 2000 at H = 128; for keys 128 owners spill 460. Shared memory stays below half of an H100's
-    227 KiB, so that registers alone decide how many blocks of threads share a processor.
+    227 KiB (but for 32 heads with P = 2: 128 KiB), so that registers alone decide how many blocks of threads share a
+    processor.
     """
     if dtype == "float32":  # twice the shared memory, and products that keep their operands in registers
         tile = Tile(owner=64, visitor=16, warps=8, stages=1)

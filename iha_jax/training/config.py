@@ -281,6 +281,11 @@ class TrainConfig:
 
     def __post_init__(self):
         """Checks the sizes that must agree between the parts."""
+        if "://" in self.directory:
+            raise ValueError(
+                f"directory must be a path in the file system, got the address {self.directory!r}: mount the bucket "
+                "(tpu/mount.sh) and give the path of the mount"
+            )
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.micro_batches < 1 or self.batch_size % self.micro_batches:

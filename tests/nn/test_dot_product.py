@@ -124,3 +124,14 @@ def test_on_a_mesh_equals_one_device(mesh, window):
     with jax.set_mesh(compat.make_mesh(tuple(mesh.values()), tuple(mesh))):
         found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
     chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=2e-6, rtol=1e-5)
+
+
+def test_values_may_have_a_width_of_their_own():
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(1, 9, n, h)).astype(np.float32) for n, h in ((4, 8), (2, 8), (2, 3)))
+    logits = np.einsum("bqkxh,bskh->bkxqs", query.reshape(1, 9, 2, 2, 8), key) / 8**0.5
+    weights = np.exp(np.where(np.tri(9, dtype=bool), logits, -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bkxqs,bskd->bqkxd", weights, value).reshape(1, 9, 4, 3)
+    out = dot_product.dot_product_attention(query, key, value, causal=True)
+    np.testing.assert_allclose(out, expected, atol=2e-6)

@@ -149,5 +149,5 @@ def test_cost_is_what_a_visit_executes(rope, small_tiles):
     found = pallas_tpu_decode_plan.decode_plan(args)
     operands = pallas_tpu_decode.decode_inputs(args, found)
     kernel = lambda *x: pallas_tpu_decode_kernel.decode_kernel(found, *x, interpret=True)  # noqa: E731
-    counted = jaxpr_flops.matmul_flops(kernel, *operands) * found.batch * found.tiles
+    counted = jaxpr_flops.kernel_flops(kernel, *operands) * found.batch * found.tiles
     assert pallas_tpu_decode_kernel.decode_cost(found).flops == counted

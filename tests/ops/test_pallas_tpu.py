@@ -160,7 +160,7 @@ def test_cost_is_what_a_kernel_executes(across_heads):
         True: (lambda *x: backward(found, *x, interpret=True), (*operands, out)),
     }
     for is_backward, (kernel, inputs) in kernels.items():
-        counted = jaxpr_flops.matmul_flops(kernel, *inputs) * found.batch * found.steps
+        counted = jaxpr_flops.kernel_flops(kernel, *inputs) * found.batch * found.steps
         # The pipeline over heads computes the last head's scores twice.
         claimed = pallas_tpu_cost.flops(found, is_backward)
         assert claimed <= counted <= claimed * (1 + 1.01 / found.heads)
@@ -324,3 +324,14 @@ def test_groups_of_tokens_fill_registers(pseudo, heads):
         assert tile % group == 0
         assert group * pseudo % 16 == 0
         assert group >= 8 or group * pseudo % 8 == 0
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_ids_may_be_negative(window):
+    """Padding is marked by numbers that are nobody's."""
+    spec = variant(T=24, S=24, N=2, P=2, H=16, Hv=16, window=window)
+    arrays, _ = cases.draw(spec, 0)
+    ids = np.repeat(np.int32([[-1, 0, -2]]), 8, axis=1)
+    integers = {"query_segment_ids": np.broadcast_to(ids, (spec.B, 24))}
+    outs = [cases.call(spec, implementation, arrays, integers) for implementation in ("pallas", "reference")]
+    np.testing.assert_allclose(*outs, atol=2e-5)

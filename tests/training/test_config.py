@@ -98,6 +98,10 @@ def test_print_config_and_help(tiny, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        (
+            {"directory": "gs://bucket/runs"},
+            "directory must be a path in the file system, got the address 'gs://bucket",
+        ),
         ({"batch_size": 6, "micro_batches": 4}, "micro_batches 4 and batch_size 6"),
         ({"optimizer": OptimizerConfig(warmup_steps=6)}, "below the 6 steps of the schedule, got 6"),
         ({"name": "a/b"}, "single folder name, got 'a/b'"),

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -105,14 +104,13 @@ def moved_bytes(grid: tuple[int, ...], blocks: Iterable[tuple[pl.BlockSpec, DTyp
     """
     steps = [x.reshape(-1) for x in np.indices(grid, dtype=np.int32)]
     total = 0
-    with jax.ensure_compile_time_eval():
-        for block, dtype in blocks:
-            # Both are optional in general, and given here.
-            shape: Any = block.block_shape
-            index_map: Any = block.index_map
-            index = np.stack(np.broadcast_arrays(*(np.asarray(i) for i in index_map(*steps)), steps[0])[:-1])
-            fetches = 1 + int(np.count_nonzero((np.diff(index, axis=1) != 0).any(axis=0)))
-            total += fetches * math.prod(shape) * jnp.dtype(dtype).itemsize
+    for block, dtype in blocks:
+        # Both are optional in general, and given here.
+        shape: Any = block.block_shape
+        index_map: Any = block.index_map
+        index = np.stack(np.broadcast_arrays(*(np.asarray(i) for i in index_map(*steps)), steps[0])[:-1])
+        fetches = 1 + int(np.count_nonzero((np.diff(index, axis=1) != 0).any(axis=0)))
+        total += fetches * math.prod(shape) * jnp.dtype(dtype).itemsize
     return total
 
 

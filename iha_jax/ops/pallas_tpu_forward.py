@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
@@ -81,12 +82,18 @@ def in_dtype(spec: Spec, weights: Weights) -> Weights:
 
 def query_tile(spec: Spec, step):
     """The query tile whose turn it is, or the nearest one."""
-    return jnp.clip(step - spec.delay, 0, spec.query_tiles - 1)
+    return _clip(step - spec.delay, spec.query_tiles - 1)
 
 
 def key_tile(spec: Spec, step, lag: int = 0):
     """The key tile that arrived ``lag`` steps ago, or the nearest one."""
-    return jnp.clip(step - lag, 0, spec.key_tiles - 1)
+    return _clip(step - lag, spec.key_tiles - 1)
+
+
+def _clip(x, highest: int):
+    # Costs are counted in NumPy: what JAX computes while tracing would run on the mesh in force, which may be of chips
+    # that are only compiled for.
+    return (np if isinstance(x, np.ndarray) else jnp).clip(x, 0, highest)
 
 
 def buffers(spec: Spec) -> list:

@@ -19,7 +19,7 @@ from iha_jax.ops.arguments import validate
 from iha_jax.ops.block_sizes import Sizes
 from iha_jax.ops.mixing import HeadMixing
 from iha_jax.ops.pallas_tpu_backward import backward
-from iha_jax.ops.pallas_tpu_forward import forward
+from iha_jax.ops.pallas_tpu_forward import forward, key_tile, query_tile
 from tests import jaxpr_flops
 from tests.ops import cases
 
@@ -335,3 +335,12 @@ def test_ids_may_be_negative(window):
     integers = {"query_segment_ids": np.broadcast_to(ids, (spec.B, 24))}
     outs = [cases.call(spec, implementation, arrays, integers) for implementation in ("pallas", "reference")]
     np.testing.assert_allclose(*outs, atol=2e-5)
+
+
+def test_costs_are_counted_without_a_device():
+    """While a program is traced for a mesh, what JAX computes would run on that mesh."""
+    found = pallas_tpu.spec_of(arguments(variant(window=5)))
+    steps = np.arange(found.steps, dtype=np.int32)
+    for tiles in (query_tile(found, steps), key_tile(found, steps)):
+        assert isinstance(tiles, np.ndarray)
+        assert tiles.min() == 0

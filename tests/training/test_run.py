@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 import jax
+import numpy as np
 import pytest
 
 import train
@@ -119,7 +120,7 @@ def test_memory_is_flat_over_2000_steps(tiny, tmp_path):
     config = dataclasses.replace(
         base,
         steps=2000,
-        batch_size=32,  # 20 KB a batch: one kept at each step would show as 35 MB
+        batch_size=32,  # 20 KB a batch: one kept at each step would show as 8 MB in 400 steps
         data=dataclasses.replace(base.data, sources=(SourceConfig("files", str(text)),)),
         # TensorStore's report of its own metrics, which Orbax asks for at every save, is never freed (up to 0.7 MB
         # a save, whatever the model): few saves.
@@ -127,13 +128,13 @@ def test_memory_is_flat_over_2000_steps(tiny, tmp_path):
         evaluation=EvaluationConfig(every=100, rows=4),
         log=LogConfig(every=10),
     )
-    seen = {}
+    steps, seen = (350, 750, 1150, 1550, 1950), {}
 
     def hook(trainer):
         original = trainer._one_step
 
         def one_step():
-            if trainer._done in (350, 1950):
+            if trainer._done in steps:
                 trainer._checkpoints.wait()
                 gc.collect()
                 seen[trainer._done] = (_resident_bytes(), len(jax.live_arrays()))
@@ -142,8 +143,8 @@ def test_memory_is_flat_over_2000_steps(tiny, tmp_path):
         trainer._one_step = one_step
 
     _run(config, hook)
-    (early, early_arrays), (late, late_arrays) = seen[350], seen[1950]
-    print(json.dumps({"MiB at step 350": early / 2**20, "at step 1950": late / 2**20, "arrays": late_arrays}))
-    assert late_arrays == early_arrays
-    # Between saves nothing grows, but for a heap that the allocator extends by 6 MB once.
-    assert late - early < 16 * 2**20
+    resident, arrays = zip(*(seen[step] for step in steps), strict=True)
+    print(json.dumps({"MiB": [size / 2**20 for size in resident], "arrays": arrays}))
+    assert len(set(arrays)) == 1
+    # The allocator extends its heap now and then, by 6 MB or more; what is kept at each step shows in every stretch.
+    assert np.median(np.diff(resident)) < 4 * 2**20

@@ -36,7 +36,8 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from iha_jax import HeadMixing, Rope, interleaved_head_attention  # noqa: E402
 from iha_jax.ops import pallas_tpu_cost  # noqa: E402
-from iha_jax.ops.pallas_tpu_plan import DoesNotFit, Spec, plan  # noqa: E402
+from iha_jax.ops.pallas_tpu_plan import DoesNotFit, plan  # noqa: E402
+from iha_jax.ops.pallas_tpu_spec import Spec  # noqa: E402
 
 SHAPES = [
     # N, P, H, T, W (0: global)

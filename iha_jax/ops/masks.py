@@ -5,6 +5,9 @@ from jaxtyping import Array, Bool, Int
 
 from iha_jax.ops.types import Causal
 
+PADDED_QUERY, PADDED_KEY = -(2**31), 1 - 2**31
+"""What the kernels, which only compare ids, put in place of padding's 0: they never agree, and are nobody's ids."""
+
 
 def mask_index(position: Int[Array, "..."], pseudo: Int[Array, "..."], num_pseudo_heads: int, causal: Causal) -> Array:
     """The index that visibility compares: the virtual one ``n*P + p`` under virtual causality, else the position.

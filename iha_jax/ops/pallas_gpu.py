@@ -15,16 +15,16 @@ CPU shows only a part; and its interface differs between jax 0.7, 0.10 and 0.12.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_gpu_prepare as prepare
 from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.lowering import no_gradient, on_platform
 from iha_jax.ops.pallas_gpu_backward import key_gradients, query_gradients
 from iha_jax.ops.pallas_gpu_forward import forward
 from iha_jax.ops.pallas_gpu_plan import HEAD_DIMS, PSEUDO_HEADS, Spec, Tiles, default_tiles
@@ -102,7 +102,7 @@ def pallas_gpu(args: Arguments) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused(spec: Spec, tokens: Tokens, weights: Weights) -> Array:
     """The kernels as a differentiable function of their operands: ``[B, T, n, Hv]``, T padded."""
-    return _on_platform(functools.partial(_forward, spec), tokens, weights)
+    return on_platform("cuda", functools.partial(_forward, spec), tokens, weights)
 
 
 def _fused_forward(spec: Spec, tokens: Tokens, weights: Weights):
@@ -111,9 +111,9 @@ def _fused_forward(spec: Spec, tokens: Tokens, weights: Weights):
 
 def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array) -> tuple[Tokens, Weights]:
     tokens, weights = residuals
-    (query, key, value), d_weights = _on_platform(functools.partial(_backward, spec), tokens, weights, d_out)
+    (query, key, value), d_weights = on_platform("cuda", functools.partial(_backward, spec), tokens, weights, d_out)
     # Rotations by the pseudo-head's number follow from integers; nothing needs their gradients.
-    d_tokens = jax.tree.map(_no_gradient, tokens)._replace(query=query, key=key, value=value)
+    d_tokens = jax.tree.map(no_gradient, tokens)._replace(query=query, key=key, value=value)
     return d_tokens, d_weights
 
 
@@ -137,18 +137,3 @@ def _backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, int
     )
     d_heads = tuple(x.astype(spec.dtype) for x in (of_queries.query, of_keys.key, of_keys.value))
     return d_heads, tuple(x.astype(w.dtype) for x, w in zip(d_weights, weights, strict=True))
-
-
-def _no_gradient(x: Array):
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _on_platform(call: Callable, *operands):
-    """Triton where the program is lowered for an NVIDIA GPU, the interpreter where it is lowered for a CPU."""
-    return jax.lax.platform_dependent(
-        *operands,
-        cuda=functools.partial(call, interpret=False),
-        cpu=functools.partial(call, interpret=True),
-    )

@@ -3,6 +3,7 @@
 All of it is plain differentiable `jax.numpy`, so gradients of the user's arguments follow from those of the operands.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -68,14 +69,13 @@ def tokens(args: Arguments, spec: Spec) -> Tokens:
         assert args.rope is not None
         number = jnp.arange(spec.tiles.owner, dtype=jnp.int32) % spec.pseudo
         cos, sin = rope_tables(number, args.rope, spec.head_dim, spec.pseudo, with_factor=False)
+    of = functools.partial(_index, args, spec)
     return Tokens(
         query=_rows(query, spec, spec.query_tokens),
         key=_rows(key, spec, spec.key_tokens),
         value=_rows(args.value, spec, spec.key_tokens),
-        query_index=_index(
-            args, spec, args.query_positions, args.query_segment_ids, spec.query_tokens, nothing=-(2**31)
-        ),
-        key_index=_index(args, spec, args.key_positions, args.key_segment_ids, spec.key_tokens, nothing=1 - 2**31),
+        query_index=of(args.query_positions, args.query_segment_ids, spec.query_tokens, masks.PADDED_QUERY),
+        key_index=of(args.key_positions, args.key_segment_ids, spec.key_tokens, masks.PADDED_KEY),
         cos=cos,
         sin=sin,
     )

@@ -5,22 +5,22 @@ the softmax's statistics are computed again from the base heads. On a CPU the ke
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_prepare as prepare
 from iha_jax.ops import tuning
 from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.forms import Problem
+from iha_jax.ops.lowering import no_gradient, on_platform
 from iha_jax.ops.pallas_tpu_backward import backward
 from iha_jax.ops.pallas_tpu_forward import forward
-from iha_jax.ops.pallas_tpu_plan import DoesNotFit, Spec, plan
+from iha_jax.ops.pallas_tpu_plan import DoesNotFit, plan
 from iha_jax.ops.pallas_tpu_prepare import Tokens, Weights
+from iha_jax.ops.pallas_tpu_spec import Spec
 
 
 def why_not(args: Arguments) -> str | None:
@@ -83,7 +83,7 @@ def pallas_tpu(args: Arguments) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused(spec: Spec, tokens: Tokens, weights: Weights) -> Array:
     """The kernels as a differentiable function of their operands: ``[B, T, N * Hv]``, T padded."""
-    run = functools.partial(_on_platform, functools.partial(forward, spec))
+    run = functools.partial(on_platform, "tpu", functools.partial(forward, spec))
     if spec.groups == 1:
         return run(tokens, weights)
     if spec.across_heads:
@@ -100,7 +100,7 @@ def _fused_forward(spec: Spec, tokens: Tokens, weights: Weights):
 
 def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array) -> tuple[Tokens, Weights]:
     tokens, weights = residuals
-    run = functools.partial(_on_platform, functools.partial(backward, spec))
+    run = functools.partial(on_platform, "tpu", functools.partial(backward, spec))
     d_out = d_out.astype(spec.dtype)
     if spec.groups == 1:
         *d_heads, matrices = run(tokens, weights, d_out)
@@ -119,8 +119,8 @@ def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array)
         d_heads, matrices = jax.lax.scan(step, zeros, (_matrices(weights), d_parts))
     query, key, value = (x.astype(spec.dtype) for x in d_heads)
     # Rotations follow from integers; nothing needs their gradients.
-    d_tokens = jax.tree.map(_no_gradient, tokens)._replace(query=query, key=key, value=value)
-    return d_tokens, _with_part(jax.tree.map(_no_gradient, weights), matrices)
+    d_tokens = jax.tree.map(no_gradient, tokens)._replace(query=query, key=key, value=value)
+    return d_tokens, _with_part(jax.tree.map(no_gradient, weights), matrices)
 
 
 fused.defvjp(_fused_forward, _fused_backward)
@@ -133,18 +133,3 @@ def _matrices(weights: Weights) -> tuple[Array, Array, Array, Array]:
 def _with_part(weights: Weights, part: tuple[Array, Array, Array, Array]) -> Weights:
     query, key, value, collapse = part
     return weights._replace(query=query, key=key, value=value, collapse=collapse)
-
-
-def _no_gradient(x: Array):
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _on_platform(call: Callable, *operands):
-    """Mosaic where the program is lowered for a TPU, the interpreter where it is lowered for a CPU."""
-    return jax.lax.platform_dependent(
-        *operands,
-        tpu=functools.partial(call, interpret=False),
-        cpu=functools.partial(call, interpret=True),
-    )

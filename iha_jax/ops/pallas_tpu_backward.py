@@ -20,8 +20,8 @@ from iha_jax.ops import pallas_tpu_forward as fwd
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_chain import HeadChain, sweep
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
-from iha_jax.ops.pallas_tpu_plan import LANES, VMEM_LIMIT, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
+from iha_jax.ops.pallas_tpu_spec import LANES, VMEM_LIMIT, Spec
 
 F32 = jnp.float32
 

@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_tile as tile
-from iha_jax.ops.pallas_tpu_plan import Spec
 from iha_jax.ops.pallas_tpu_prepare import Tokens
+from iha_jax.ops.pallas_tpu_spec import Spec
 
 F32 = jnp.float32
 

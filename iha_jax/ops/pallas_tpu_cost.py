@@ -12,7 +12,8 @@ from jaxtyping import DTypeLike
 
 from iha_jax.ops import tuning
 from iha_jax.ops.forms import Problem
-from iha_jax.ops.pallas_tpu_plan import DoesNotFit, Spec, plan
+from iha_jax.ops.pallas_tpu_plan import DoesNotFit, plan
+from iha_jax.ops.pallas_tpu_spec import Spec
 
 
 def chunk_visits(spec: Spec) -> int:

@@ -17,9 +17,11 @@ from iha_jax.ops import masks, mixing
 from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.block_sizes import FEW_QUERIES
 from iha_jax.ops.blockwise import blockwise
+from iha_jax.ops.lowering import no_gradient, on_platform
 from iha_jax.ops.pallas_tpu_decode_kernel import Inputs, decode_kernel
 from iha_jax.ops.pallas_tpu_decode_plan import DecodeSpec, decode_plan
-from iha_jax.ops.pallas_tpu_plan import LANES, DoesNotFit
+from iha_jax.ops.pallas_tpu_plan import DoesNotFit
+from iha_jax.ops.pallas_tpu_spec import LANES
 from iha_jax.ops.rope import apply_rope, rope_tables, turn_limbs
 
 _ARRAYS = (
@@ -59,11 +61,7 @@ def iha_decode(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any]) -> A
     args = Arguments(**arrays, **dict(static))
     spec = decode_plan(args)
     operands = decode_inputs(args, spec)
-    pseudo_out: Any = jax.lax.platform_dependent(
-        *operands,
-        tpu=functools.partial(decode_kernel, spec, interpret=False),
-        cpu=functools.partial(decode_kernel, spec, interpret=True),
-    )
+    pseudo_out: Any = on_platform("tpu", functools.partial(decode_kernel, spec), *operands)
     heads, tokens = args.mixing.num_heads, args.query.shape[1]
     shared, pseudo = heads // spec.kv_heads, spec.pseudo
     pseudo_out = pseudo_out[:, :, : shared * tokens * pseudo].reshape(-1, heads, tokens * pseudo, spec.value_dim)
@@ -82,7 +80,7 @@ def _decode_backward(static, arrays, d_out):
         return blockwise(Arguments(**{**arrays, **floating}, **dict(static)))
 
     (gradients,) = jax.vjp(attend, floating)[1](d_out)
-    none = {name: np.zeros(x.shape, jax.dtypes.float0) for name, x in arrays.items() if name not in floating}
+    none = {name: no_gradient(x) for name, x in arrays.items() if name not in floating}
     return ({**gradients, **none},)
 
 
@@ -104,7 +102,8 @@ def decode_inputs(args: Arguments, spec: DecodeSpec) -> tuple[Inputs, Array, Arr
         jnp.broadcast_to(query_index[:, None], rows),
         jnp.broadcast_to(query_id[:, None, :, None], rows),
     ]
-    row_index = jnp.stack([_fit(x.reshape(spec.batch, -1), 1, spec.rows, -1) for x in row_index], axis=2)
+    row_index = [_fit(x.reshape(spec.batch, -1), 1, spec.rows, masks.PADDED_QUERY) for x in row_index]
+    row_index = jnp.stack(row_index, axis=2)
 
     pieces = (spec.batch, spec.tiles, spec.pieces, spec.piece)
     piece_id = jnp.broadcast_to(piece_id[:, :, None], key_index.shape)
@@ -145,14 +144,14 @@ def decode_inputs(args: Arguments, spec: DecodeSpec) -> tuple[Inputs, Array, Arr
 def _segments(args: Arguments, spec: DecodeSpec) -> tuple[Array, Array, Array]:
     """Segments of queries ``[B, T]``, position and segment of tokens in tiles, segments of keys ``[B, S]``.
 
-    Padding, which sees nothing and is not seen, becomes -1 among queries and -2 among keys.
+    Padding, which sees nothing and is not seen, gets the segments of `masks` that never agree.
     """
     length = spec.tiles * spec.tile
-    query = jnp.where(args.query_segment_ids == 0, -1, args.query_segment_ids)
+    query = jnp.where(args.query_segment_ids == 0, masks.PADDED_QUERY, args.query_segment_ids)
     key = _fit(args.key_segment_ids, 1, length)
     tokens = jnp.stack([_fit(args.key_positions, 1, length), key], axis=1)
     tokens = tokens.reshape(spec.batch, 2, spec.tiles, spec.tile).swapaxes(1, 2)
-    return query, tokens, jnp.where(key == 0, -2, key)
+    return query, tokens, jnp.where(key == 0, masks.PADDED_KEY, key)
 
 
 def _visible_tiles(query_index: Array, query_id: Array, key_index: Array, key_id: Array, spec: DecodeSpec) -> Array:

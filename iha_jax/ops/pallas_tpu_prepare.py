@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from iha_jax.ops import masks
 from iha_jax.ops.arguments import Arguments
 from iha_jax.ops.mixing import HeadMixing
-from iha_jax.ops.pallas_tpu_plan import LANES, Spec, round_up
+from iha_jax.ops.pallas_tpu_spec import LANES, Spec, round_up
 from iha_jax.ops.rope import rope_tables
 
 # The same tuples hold arrays outside the kernels, block specs around them and refs inside: hence Any.
@@ -192,14 +193,10 @@ def _rotation(args: Arguments, index: Array, spec: Spec, length: int) -> Rotatio
     return _both_halves(cos, sin, spec.head_dim)
 
 
-_PADDED_QUERY, _PADDED_KEY = -(2**31), 1 - 2**31
-
-
 def _indices(args: Arguments, spec: Spec) -> tuple[Array, Array]:
     """Indices and segments of pseudo-queries in their order, and of each chunk's pseudo-keys in theirs.
 
-    Padding (id 0, or beyond the end) gets the two lowest integers, one among queries and one among keys: they never
-    agree, and are nobody's ids.
+    Padding (id 0, or beyond the end) gets the segments of `masks` that never agree.
     """
     shared = args.default_positions and not args.segmented
     by_virtual = args.causal == "virtual"
@@ -222,7 +219,7 @@ def _indices(args: Arguments, spec: Spec) -> tuple[Array, Array]:
     within = row % (g * spec.pseudo)
     token = tile * spec.tile + row // (g * spec.pseudo) * g + within % g
     pseudo = jnp.broadcast_to(within // g, token.shape)
-    query_index = of(args.query_positions, args.query_segment_ids, token, pseudo, _PADDED_QUERY)
+    query_index = of(args.query_positions, args.query_segment_ids, token, pseudo, masks.PADDED_QUERY)
 
     column = jnp.arange(spec.chunk, dtype=jnp.int32)[None]
     if spec.kind == "local":
@@ -230,5 +227,5 @@ def _indices(args: Arguments, spec: Spec) -> tuple[Array, Array]:
     else:
         row = jnp.arange(spec.chunks, dtype=jnp.int32)[:, None] * spec.chunk + column
     # Floor division, also of the negative rows before the start.
-    key_index = of(args.key_positions, args.key_segment_ids, row // spec.pseudo, row % spec.pseudo, _PADDED_KEY)
+    key_index = of(args.key_positions, args.key_segment_ids, row // spec.pseudo, row % spec.pseudo, masks.PADDED_KEY)
     return query_index, key_index

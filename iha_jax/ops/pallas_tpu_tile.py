@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from iha_jax.ops.pallas_tpu_plan import LANES, Part, Spec
 from iha_jax.ops.pallas_tpu_prepare import Rotation
+from iha_jax.ops.pallas_tpu_spec import LANES, Part, Spec
 
 MASKED = -1e30
 """Added to logits of invisible keys."""

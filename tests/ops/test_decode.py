@@ -151,3 +151,13 @@ def test_cost_is_what_a_visit_executes(rope, small_tiles):
     kernel = lambda *x: pallas_tpu_decode_kernel.decode_kernel(found, *x, interpret=True)  # noqa: E731
     counted = jaxpr_flops.kernel_flops(kernel, *operands) * found.batch * found.tiles
     assert pallas_tpu_decode_kernel.decode_cost(found).flops == counted
+
+
+def test_ids_may_be_negative():
+    """Padding is marked by numbers that are nobody's: a padded query sees nothing, and a padded key is not seen."""
+    arrays, integers = cases.draw(BASE, 0)
+    integers["query_segment_ids"] = np.tile(np.int32([-1, 0, -2]), (BASE.B, 1))
+    integers["key_segment_ids"] = np.tile(np.repeat(np.int32([-1, 0, -2]), 25), (BASE.B, 1))
+    outs = [cases.call(BASE, implementation, arrays, integers) for implementation in ("pallas", "reference")]
+    np.testing.assert_allclose(*outs, atol=2e-5)
+    chex.assert_trees_all_equal(outs[0][:, 1], jnp.zeros_like(outs[0][:, 1]))

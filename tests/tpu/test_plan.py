@@ -188,7 +188,7 @@ def test_a_real_plan():
     if jax.__version_info__ < (0, 8):
         pytest.skip("jax 0.7's libtpu dies when it compiles without a TPU")
     command = [sys.executable, "-m", "tpu.plan", "configs/tiny.py", "--topology", "v5e:2x2", "--json", "--price", "1.2"]
-    model = ["--model.scan-layers", "True", "--model.dtype", "bfloat16", "--batch", "8", "--remat", "full"]
+    model = ["--model.scan-layers", "--model.dtype", "bfloat16", "--batch", "8", "--remat", "full"]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     done = subprocess.run([*command, *model], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -88,6 +88,8 @@ class Spec:
       value_dim: that of the values.
       out_heads: output heads: ``heads``, or all of them with the across-heads collapse.
       across_heads: the collapse.
+      mixes_values: whether there are pseudo-values, rather than probabilities collapsed into base heads
+        (`pallas_tpu_base`; local and per-head only).
       distance: half-open range of allowed (query index - key index), None for no limit.
       reach: how far keys can lie before and after a query by index, for skipping chunks, None for no limit.
       free: global: chunks of this many leading pseudo-keys need no mask: ``"past"``, those before a tile of queries;
@@ -123,6 +125,7 @@ class Spec:
     value_dim: int
     out_heads: int
     across_heads: bool
+    mixes_values: bool
     distance: tuple[int | None, int | None]
     reach: tuple[int | None, int | None]
     free: Literal["past"] | int
@@ -184,6 +187,21 @@ class Spec:
             rows, weight_rows = slice(first, (i + 1) * size), slice(first_weight, (i + 1) * weight_size)
             found.append(Part(rows, weight_rows, slice(low, high)))
         return found
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where values are not mixed: first column of a group's pseudo-keys, possibly before the chunk's first, and
+        the group's number among the kept ones; those that some query of the tile sees."""
+        size = self.key_group * self.pseudo
+        first = self.history - self.lag * self.rows
+        visible = self.history - self.delay * self.rows - self.seen[0]
+        starts = [(first + i * size, i) for i in range((self.lag + 1) * self.key_groups)]
+        return [(start, i) for start, i in starts if start + size > max(visible, 0)]
+
+    @property
+    def piece_lanes(self) -> int:
+        """Lanes of a piece: a group's pseudo-keys, in whole registers."""
+        return round_up(self.key_group * self.pseudo, LANES)
 
     @property
     def query_groups(self) -> int:

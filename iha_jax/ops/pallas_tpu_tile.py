@@ -390,13 +390,16 @@ def advance(spec: Spec, step: Array, *buffers) -> None:
         return
     kept, source = spec.lag * spec.rows, spec.slots * spec.rows
 
-    @pl.when((step > 0) & (lax.rem(step, spec.slots) == 0))
-    def _():
-        def move(head):
-            for buffer in buffers:
-                buffer[head, 0:kept, :] = buffer[head, source : source + kept, :]
+    def move(head):
+        for buffer in buffers:
+            buffer[head, 0:kept, :] = buffer[head, source : source + kept, :]
 
-        for_each(spec.kv_heads, move)
+    when_full(spec, step, lambda: for_each(spec.kv_heads, move))
+
+
+def when_full(spec: Spec, step: Array, body) -> None:
+    """Local: calls ``body`` in the steps before which the buffer got full."""
+    pl.when((step > 0) & (lax.rem(step, spec.slots) == 0))(body)
 
 
 def kv_head(spec: Spec, head):

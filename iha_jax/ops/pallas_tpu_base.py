@@ -1,0 +1,206 @@
+"""Values that are never mixed: the fused window kernels' collapse into base heads (paper.md §7).
+
+With the per-head collapse an output is ``sum over keys of P(key) * value(key)``, and a pseudo-value is a mixture of the
+base values of its token. So the probabilities of a token's pseudo-keys are first collapsed with the mixing matrix into
+weights of its base values, a product of ``P`` terms; one product for all heads with the base values follows. Where P is
+large and the window narrow that takes far fewer rows of the matrix unit than to mix P values a token and head, and
+their gradients are those of base values.
+
+A chunk's columns are cut into *pieces*, the pseudo-keys of one group of tokens, since the matrix that mixes a group is
+the same for all of them; pieces of all heads lie below each other, ``[pieces * tile, lanes]``.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops.pallas_tpu_spec import LANES, SUBLANES, Spec, round_up
+
+F32 = jnp.float32
+
+
+def to_pieces(spec: Spec, parts: list[Array]) -> Array:
+    """Probabilities by unit, one array for each of `Spec.parts`, to pieces ``[pieces * tile, piece lanes]``."""
+    parts = [_whole_chunk(spec, x, part.columns) for x, part in zip(parts, spec.parts, strict=True)]
+    x = per_token(spec, parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0))
+    return jnp.concatenate([_lanes_from(x, start, spec.piece_lanes) for start, _ in spec.pieces], axis=0)
+
+
+def from_pieces(spec: Spec, x: Array) -> Array:
+    """The transpose of `to_pieces` for what is 0 beyond a piece's own lanes: ``[groups*unit, chunk]``."""
+    registers: dict[int, Array] = {}
+    for i, (start, _) in enumerate(spec.pieces):
+        piece = x[i * spec.tile : (i + 1) * spec.tile]
+        low = start // LANES * LANES
+        if start > low:
+            piece = jnp.concatenate([piece, jnp.zeros((spec.tile, LANES), F32)], axis=1)
+            piece = pltpu.roll(piece, start - low, 1)
+        for k in range(piece.shape[1] // LANES):
+            at = low // LANES + k
+            if 0 <= at < spec.chunk // LANES:
+                register = piece[:, k * LANES : (k + 1) * LANES]
+                registers[at] = registers[at] + register if at in registers else register
+    nothing = jnp.zeros((spec.tile, LANES), F32)
+    found = [registers.get(at, nothing) for at in range(spec.chunk // LANES)]
+    return per_unit_row(spec, jnp.concatenate(found, axis=1))
+
+
+def _whole_chunk(spec: Spec, x: Array, columns: slice) -> Array:
+    """Zeros for the columns that a part does not see."""
+    sides = [columns.start, spec.chunk - columns.stop]
+    before, after = (jnp.zeros((x.shape[0], n), x.dtype) if n else None for n in sides)
+    found = [y for y in (before, x, after) if y is not None]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _lanes_from(x: Array, start: int, width: int) -> Array:
+    """Columns ``start`` to ``start + width``, zeros beyond those that there are; whole registers are free to take."""
+    low = start // LANES * LANES
+    high = low + width + (LANES if start > low else 0)
+    found = x[:, max(low, 0) : min(high, x.shape[1])]
+    zeros = lambda n: jnp.zeros((x.shape[0], n), x.dtype)  # noqa: E731
+    if low < 0:
+        found = jnp.concatenate([zeros(-low), found], axis=1)
+    if high > x.shape[1]:
+        found = jnp.concatenate([found, zeros(high - x.shape[1])], axis=1)
+    return found if start == low else pltpu.roll(found, high - start, 1)[:, :width]
+
+
+def per_token(spec: Spec, x: Array) -> Array:
+    """Rows by unit to rows by token ``[tile, c]``: sums the turns of a unit, and fills registers again."""
+    g = spec.query_group
+    if g >= SUBLANES:
+        return x
+    groups = []
+    for i in range(spec.query_groups):
+        rows = x[i * SUBLANES : (i + 1) * SUBLANES]
+        shift = SUBLANES // 2
+        while shift >= g:
+            rows = rows + pltpu.roll(rows, shift, 0)
+            shift //= 2
+        groups.append(rows)
+    together = SUBLANES // g
+    owner = lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0) // g
+    found = []
+    for first in range(0, spec.query_groups, together):
+        rows = groups[first]
+        for k in range(1, together):
+            rows = jnp.where(owner == k, groups[first + k], rows)
+        found.append(rows)
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+
+
+def per_unit_row(spec: Spec, x: Array) -> Array:
+    """The transpose of `per_token`: a token's row for every turn of its unit."""
+    g = spec.query_group
+    if g >= SUBLANES:
+        return x
+    owner = lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0) // g
+    found = []
+    for i in range(spec.query_groups):
+        register, place = divmod(i * g, SUBLANES)
+        rows = jnp.where(owner == place // g, x[register * SUBLANES : (register + 1) * SUBLANES], 0.0)
+        shift = g
+        while shift < SUBLANES:
+            rows = rows + pltpu.roll(rows, shift, 0)
+            shift *= 2
+        found.append(rows)
+    return jnp.concatenate(found, axis=0)
+
+
+def keep(spec: Spec, step: Array, base_ref, kept_ref) -> None:
+    """Puts the newest tile's base values ``[key groups, base rows, Hv]`` behind those of the tiles before."""
+    first = first_group(spec, step) + spec.lag * spec.key_groups
+    for i in range(spec.key_groups):
+        kept_ref[first + i] = base_ref[i].astype(kept_ref.dtype)
+
+
+def first_group(spec: Spec, step: Array):
+    """Which of the kept groups is the oldest tile's first."""
+    return lax.rem(step, spec.slots) * spec.key_groups if spec.slots > 1 else 0
+
+
+def advance(spec: Spec, step: Array, *kept_refs) -> None:
+    """Moves the groups that are still needed to the start, in the same steps as `pallas_tpu_tile.advance`."""
+    if spec.lag == 0:
+        return
+
+    def move():
+        for ref in kept_refs:
+            for i in range(spec.lag * spec.key_groups):
+                ref[i] = ref[spec.slots * spec.key_groups + i]
+
+    tile.when_full(spec, step, move)
+
+
+def of_piece(spec: Spec, x, number: int) -> Array:
+    """A piece of all heads, ``[n, pieces * tile, lanes]`` -> ``[n * tile, lanes]``, in the heads' dtype."""
+    found = x[:, number * spec.tile : (number + 1) * spec.tile, :]
+    return found.reshape(spec.heads * spec.tile, found.shape[2]).astype(spec.dtype)
+
+
+def weighted(spec: Spec, step: Array, collapsed_ref, kept_ref) -> Array:
+    """Sums of kept base values with weights ``[n, pieces * tile, base rows]``: all heads' outputs ``[n * tile, Hv]``."""
+    first = first_group(spec, step)
+    total = None
+    for number, (_, group) in enumerate(spec.pieces):
+        found = tile.dot(spec, of_piece(spec, collapsed_ref, number), kept_ref[first + group])
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def meet(spec: Spec, step: Array, d_out: Array, kept_ref, products_ref) -> None:
+    """Products of the outputs' gradients ``[n * tile, Hv]`` with kept base values, ``[n, pieces * tile, base rows]``."""
+    first = first_group(spec, step)
+    for number, (_, group) in enumerate(spec.pieces):
+        found = tile.dot(spec, d_out, kept_ref[first + group], (1, 1))
+        found = found.reshape(spec.heads, spec.tile, found.shape[1])
+        products_ref[:, number * spec.tile : (number + 1) * spec.tile, :] = found
+
+
+def add_gradients(spec: Spec, step: Array, collapsed_ref, d_out: Array, d_kept_ref) -> None:
+    """Adds to the gradients of kept base values."""
+    first = first_group(spec, step)
+    for number, (_, group) in enumerate(spec.pieces):
+        found = tile.dot(spec, of_piece(spec, collapsed_ref, number), d_out, (0, 0))
+        d_kept_ref[first + group] += found
+
+
+def matrix_rows(
+    *, heads: int, tokens: int, rows: int, units: int, chunk: int, pieces: int, size: int, base: int
+) -> tuple[int, int]:
+    """Cycles of the matrix unit that a head's values take with a tile, forward and backward: mixed, and never mixed.
+
+    A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles and 128 to load its
+    matrix.
+
+    Args:
+      heads: that share one product with base values.
+      tokens: of a tile.
+      rows: pseudo-values of a tile.
+      units: rows of collapsed probabilities of a tile.
+      chunk: pseudo-keys that a tile sees.
+      pieces: their groups.
+      size: pseudo-values of a group.
+      base: base values of a group.
+    """
+
+    def product(m: int, k: int, n: int) -> int:
+        return -(-k // LANES) * -(-n // LANES) * (m + LANES)
+
+    groups = rows // size
+    mixed = 2 * -(-base // LANES) * rows  # their matrix is loaded for many heads at once
+    mixed += 2 * product(units, chunk, LANES)  # outputs, gradients of probabilities
+    mixed += product(chunk, units, LANES)  # gradients of values
+    mixed += groups * 2 * product(base, size, LANES)  # back to base values and mixing matrices
+    unmixed = 3 * product(pieces * tokens, size, base) + product(size, pieces * tokens, base)
+    shared = 2 * product(heads * tokens, base, LANES) + product(base, heads * tokens, LANES)
+    return mixed, unmixed + pieces * shared // heads
+
+
+def lanes_of(size: int) -> int:
+    """Lanes of a piece: its pseudo-keys, in whole registers."""
+    return round_up(size, LANES)

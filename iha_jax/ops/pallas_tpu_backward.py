@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from iha_jax.ops import pallas_tpu_base as base
 from iha_jax.ops import pallas_tpu_forward as fwd
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_chain import HeadChain, sweep
@@ -35,7 +36,7 @@ class Extra(NamedTuple):
     key_rotation: Any  # Rotation or None
     query_t: Any  # [M*g, n*P*g]
     key_t: Any  # [L*g, k*g*P]
-    value_t: Any  # [L*g, k*g*P]
+    value_t: Any  # [L*g, k*g*P], or None where values are never mixed
     collapse_t: Any  # across heads [n, P*g, N*g], else None
 
 
@@ -47,35 +48,38 @@ class Outputs(NamedTuple):
     value: Any
     mix_query: Any
     mix_key: Any
-    mix_value: Any
+    mix_value: Any  # where values are never mixed as the matrices are, otherwise transposed
     collapse: Any
 
 
 class Scratch(NamedTuple):
-    """On-chip memory of the backward kernel: the forward kernel's first entries, and gradients in float32."""
+    """On-chip memory of the backward kernel: the forward kernel's first entries, and gradients in float32.
+
+    Shapes in parentheses are those where values are never mixed (`pallas_tpu_base`).
+    """
 
     key: Any  # [k, buffer, H]
-    value: Any  # [k, buffer, Hv]
+    value: Any  # [k, buffer, Hv] ([kept groups, L*g, Hv])
     query: Any  # [n, rows, H] pseudo-queries of the tile, then their gradients
     query_base: Any  # float32 [query groups, M*g, H]
     key_base: Any  # float32 [key groups, L*g, H]
     value_base: Any  # float32 [key groups, L*g, Hv]
     rows: Any  # float32 [tile, max(H, Hv)]
     d_key: Any  # float32 [k, buffer, H]
-    d_value: Any  # float32 [k, buffer, Hv]
+    d_value: Any  # float32 [k, buffer, Hv] ([kept groups, L*g, Hv])
     d_query_base: Any  # float32 [query groups, M*g, H]
     d_key_base: Any  # float32 [key groups, L*g, H]
-    d_value_base: Any  # float32 [key groups, L*g, Hv]
-    d_out: Any  # per head [n, groups*unit, Hv], across heads [groups, N*g, Hv], float32
+    d_value_base: Any  # float32 [key groups, L*g, Hv]; never mixed: float32 [n, pieces*tile, L*g], weights of base values
+    d_out: Any  # per head [n, groups*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
     of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
     slope: Any  # likewise, with a soft cap only
     d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
-    weights: Any  # [2, groups*unit or rows, chunk], local only
+    weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
     d_scores: Any  # [2, rows, chunk], local only
     unmixed_key: Any  # [k, rows, H], gradients of a departing tile's pseudo-keys before their rotation
-    unmixed_value: Any  # [k, rows, Hv]
+    unmixed_value: Any  # [k, rows, Hv]; never mixed: float32 [n, pieces*tile, L*g], d_out times base values
 
 
 def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
@@ -88,7 +92,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
     turn = lambda x: x.transpose(2, 0, 1).reshape(x.shape[2], -1)  # noqa: E731
     extra = Extra(
         d_out, tokens.key, tokens.value, tokens.key_rotation,
-        turn(weights.query), turn(weights.key), turn(weights.value),
+        turn(weights.query), turn(weights.key), turn(weights.value) if spec.mixes_values else None,
         jnp.swapaxes(weights.collapse, 1, 2) if spec.across_heads else None,
     )  # fmt: skip
     arrays, structure = jax.tree.flatten((tokens, weights, extra))
@@ -100,6 +104,8 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         (spec.batch, keys, spec.key_sources * spec.value_dim),
     ]
     matrices = [tile.side_by_side(*x.shape) for x in (weights.query, weights.key, weights.value)]
+    if not spec.mixes_values:
+        matrices[2] = weights.value.shape
     matrices.append(weights.collapse.shape)
     out_shape = Outputs(
         *(jax.ShapeDtypeStruct(shape, spec.gradient_dtype) for shape in head_shapes),
@@ -113,27 +119,32 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         *(pl.BlockSpec(shape, lambda b, s: (0, 0, 0)) for shape in matrices),
     )
     h, v = spec.head_dim, spec.value_dim
+    dtype = jnp.dtype(spec.dtype)
     if spec.across_heads:
         d_rows = (spec.query_groups, spec.out_base, v)
     else:
-        d_rows = (spec.heads, spec.query_groups * spec.unit, v)
+        d_rows = (spec.heads, spec.query_groups * spec.unit if spec.mixes_values else spec.tile, v)
+    if spec.mixes_values:
+        of_values = [pltpu.VMEM((spec.key_groups, spec.key_base, v), F32), pltpu.VMEM((spec.kv_heads, spec.rows, v), dtype)]
+    else:
+        of_values = [pltpu.VMEM(fwd.collapsed_shape(spec), F32)] * 2
     scratch = [
         *fwd.buffers(spec),
         pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
-        pltpu.VMEM((spec.kv_heads, spec.buffer, v), F32),
+        pltpu.VMEM(fwd.kept_values(spec), F32),
         pltpu.VMEM((spec.query_groups, spec.query_base, h), F32),
         pltpu.VMEM((spec.key_groups, spec.key_base, h), F32),
-        pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
+        of_values[0],
         pltpu.VMEM(d_rows, F32),
         fwd.local_only(spec, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
-        fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
-        fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=jnp.dtype(spec.dtype)),
-        pltpu.VMEM((spec.kv_heads, spec.rows, h), jnp.dtype(spec.dtype)),
-        pltpu.VMEM((spec.kv_heads, spec.rows, v), jnp.dtype(spec.dtype)),
+        fwd.weights_buffer(spec),
+        fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=dtype),
+        pltpu.VMEM((spec.kv_heads, spec.rows, h), dtype),
+        of_values[1],
     ]
     blocks = zip([*in_specs, *out_specs], (x.dtype for x in [*arrays, *out_shape]), strict=True)
     found = pl.pallas_call(
@@ -158,8 +169,10 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
             (found.mix_query, spec.heads),
             (found.mix_key, spec.kv_heads),
             (found.mix_value, spec.kv_heads),
-        )
+        )[: 3 if spec.mixes_values else 2]
     ]
+    if not spec.mixes_values:
+        mixing.append(found.mix_value)
     return found.query, found.key, found.value, (*mixing, found.collapse)
 
 
@@ -178,7 +191,7 @@ def _extra_specs(spec: Spec, extra: Extra) -> Extra:
         jax.tree.map(departing, extra.key_rotation),
         fwd.whole(extra.query_t),
         fwd.whole(extra.key_t),
-        fwd.whole(extra.value_t),
+        None if extra.value_t is None else fwd.whole(extra.value_t),
         None if extra.collapse_t is None else fwd.whole(extra.collapse_t),
     )
 
@@ -208,12 +221,15 @@ def _kernel(spec: Spec, structure, *refs) -> None:
 
     if spec.kind == "local":
         fwd.keep_mask(spec, step, tokens, scratch)
-        tile.advance(spec, step, scratch.key, scratch.value, scratch.d_key, scratch.d_value)
+        fwd.advance(spec, step, (scratch.key, scratch.d_key), (scratch.value, scratch.d_value))
+        if not spec.mixes_values:
+            base.clear_newest(spec, step, scratch.d_value)
         newest = tile.window_start(spec, step)[2]
 
         def fresh(head):
             scratch.d_key[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.head_dim), F32)
-            scratch.d_value[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.value_dim), F32)
+            if spec.mixes_values:
+                scratch.d_value[head, pl.ds(newest, spec.rows), :] = jnp.zeros((spec.rows, spec.value_dim), F32)
 
         # Where queries attend, each with keys of its own, they write and do not add (`HeadChain.spread`).
         attends = (step >= spec.delay) & (step < spec.steps) & (spec.heads == spec.kv_heads)
@@ -233,7 +249,7 @@ def _kernel(spec: Spec, structure, *refs) -> None:
             start = tile.window_start(spec, step)[0]
         else:
             start = pl.multiple_of((step - spec.lag) * spec.rows, 16)
-        _depart(spec, start, weights, extra, scratch, out)
+        _depart(spec, step, start, weights, extra, scratch, out)
 
 
 def _attend(
@@ -243,8 +259,11 @@ def _attend(
     fwd.take_turn(spec, tokens, weights, scratch)
     if spec.across_heads:
         tile.gather_base(extra.d_out, scratch.d_out, scratch.rows, None, spec.out_heads, g, spec.value_dim)
-    else:
+    elif spec.mixes_values:
         _gather_units(spec, extra.d_out, scratch)
+    else:
+        d_out = base.gather_heads(spec, extra.d_out, scratch.d_out)
+        base.meet(spec, step, d_out, scratch.value, scratch.unmixed_value)
     size = g * spec.pseudo
 
     def keep(head, d_query, pseudo_out):
@@ -281,8 +300,13 @@ def _attend(
                 scratch.of_rows[slot, rows, :] = tile.all_lanes(tile.top_of(spec, scores))
                 if slope is not None:
                     scratch.slope[slot, rows, columns] = slope
-                d_weights = chain.d_probabilities(tile.columns_of(part, at), part.weight_rows)
-                scratch.d_weights[slot, part.weight_rows, columns] = d_weights
+                if spec.mixes_values:
+                    d_weights = chain.d_probabilities(tile.columns_of(part, at), part.weight_rows)
+                    scratch.d_weights[slot, part.weight_rows, columns] = d_weights
+            if not spec.mixes_values:
+                products = scratch.unmixed_value[head].astype(spec.dtype)
+                d_pieces = tile.dot(spec, products, weights.value[chain.kv], (1, 1))
+                scratch.d_weights[slot] = base.from_pieces(spec, d_pieces)
 
         def exponentiate(head, slot):
             del head
@@ -296,7 +320,7 @@ def _attend(
 
         def reduce(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
-            means = []
+            means, found = [], []
             for part in spec.parts:
                 rows, columns, weight_rows = part.rows, part.columns, part.weight_rows
                 slope = None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns]
@@ -304,16 +328,27 @@ def _attend(
                 product = chain.times(weight, scratch.d_weights[slot, weight_rows, columns])
                 mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
                 probabilities, d_scores = chain.reduce(weight, product, mean, over, slope, rows)
-                scratch.weights[slot, weight_rows, columns] = probabilities
+                if spec.mixes_values:
+                    scratch.weights[slot, weight_rows, columns] = probabilities.astype(spec.dtype)
                 scratch.d_scores[slot, rows, columns] = d_scores
                 means.append(mean)
+                found.append(probabilities)
+            if not spec.mixes_values:
+                scratch.weights[slot] = base.to_pieces(spec, found)
             keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def spread(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
+            if not spec.mixes_values:
+                pieces = scratch.weights[slot].astype(spec.dtype)
+                scratch.d_value_base[head] = tile.dot(spec, pieces, weights.value[chain.kv])
+                products = scratch.unmixed_value[head].astype(spec.dtype)
+                out.mix_value[chain.kv] += tile.dot(spec, pieces, products, (0, 0))
             keep(head, *chain.spread(at, scratch.weights[slot], scratch.d_scores[slot]))
 
         tile.pipeline(spec.heads, spec.turns(480), score, exponentiate, reduce, spread)
+        if not spec.mixes_values:
+            base.add_gradients(spec, step, scratch.d_value_base, d_out, scratch.d_value)
     else:
         tile.for_each(spec.heads, one_head)
     h = spec.head_dim
@@ -321,27 +356,33 @@ def _attend(
     tile.scatter_base(scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, h)
 
 
-def _depart(spec: Spec, start, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs) -> None:
+def _depart(spec: Spec, step: Array, start, weights: Weights, extra: Extra, scratch: Scratch, out: Outputs) -> None:
     """Turns the oldest tile's gradients into those of base heads and of mixing tensors."""
     h, v = spec.head_dim, spec.value_dim
     sizes, size = (spec.key_sources, spec.key_group), spec.key_group * spec.pseudo
     tile.gather_base(extra.key, scratch.key_base, scratch.rows, extra.key_rotation, *sizes, h)
-    tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
+    if spec.mixes_values:
+        tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
 
     def unrotate(head):
         for i in range(spec.key_groups):
             d_mixed = scratch.d_key[head, tile.rows_at(start, i * size, size), :]
             d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
             scratch.unmixed_key[head, i * size : (i + 1) * size, :] = d_mixed.astype(spec.dtype)
-        scratch.unmixed_value[head] = scratch.d_value[head, pl.ds(start, spec.rows), :].astype(spec.dtype)
+        if spec.mixes_values:
+            scratch.unmixed_value[head] = scratch.d_value[head, pl.ds(start, spec.rows), :].astype(spec.dtype)
 
     tile.for_each(spec.kv_heads, unrotate, together=4)
     tile.unmix_heads(spec, scratch.unmixed_key, size, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key)
-    tile.unmix_heads(
-        spec, scratch.unmixed_value, size, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
-    )
     tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
-    tile.scatter_base(scratch.d_value_base, out.value, scratch.rows, None, *sizes, v)
+    if spec.mixes_values:
+        tile.unmix_heads(
+            spec, scratch.unmixed_value, size, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
+        )
+        d_value = scratch.d_value_base
+    else:
+        d_value = scratch.d_value.at[pl.ds(base.first_group(spec, step), spec.key_groups)]
+    tile.scatter_base(d_value, out.value, scratch.rows, None, *sizes, v)
 
 
 def _unrotated(d_mixed: Array, rotation: Rotation | None, scale: float) -> Array:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_tile as tile
-from iha_jax.ops.pallas_tpu_spec import LANES, SUBLANES, Spec, round_up
+from iha_jax.ops.pallas_tpu_spec import LANES, SUBLANES, Spec
 
 F32 = jnp.float32
 
@@ -117,6 +117,20 @@ def keep(spec: Spec, step: Array, base_ref, kept_ref) -> None:
         kept_ref[first + i] = base_ref[i].astype(kept_ref.dtype)
 
 
+def clear_newest(spec: Spec, step: Array, d_kept_ref) -> None:
+    """Zeros for the gradients of a new tile's base values."""
+    first = first_group(spec, step) + spec.lag * spec.key_groups
+    for i in range(spec.key_groups):
+        d_kept_ref[first + i] = jnp.zeros(d_kept_ref.shape[1:], F32)
+
+
+def gather_heads(spec: Spec, x_ref, rows_ref) -> Array:
+    """Heads side by side to below each other ``[n * tile, Hv]`` in their dtype; float32 ``rows_ref`` is written."""
+    for head in range(spec.heads):
+        rows_ref[head] = x_ref[0, :, head * spec.value_dim : (head + 1) * spec.value_dim].astype(F32)
+    return rows_ref[...].reshape(spec.heads * spec.tile, spec.value_dim).astype(spec.dtype)
+
+
 def first_group(spec: Spec, step: Array):
     """Which of the kept groups is the oldest tile's first."""
     return lax.rem(step, spec.slots) * spec.key_groups if spec.slots > 1 else 0
@@ -167,40 +181,3 @@ def add_gradients(spec: Spec, step: Array, collapsed_ref, d_out: Array, d_kept_r
     for number, (_, group) in enumerate(spec.pieces):
         found = tile.dot(spec, of_piece(spec, collapsed_ref, number), d_out, (0, 0))
         d_kept_ref[first + group] += found
-
-
-def matrix_rows(
-    *, heads: int, tokens: int, rows: int, units: int, chunk: int, pieces: int, size: int, base: int
-) -> tuple[int, int]:
-    """Cycles of the matrix unit that a head's values take with a tile, forward and backward: mixed, and never mixed.
-
-    A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles and 128 to load its
-    matrix.
-
-    Args:
-      heads: that share one product with base values.
-      tokens: of a tile.
-      rows: pseudo-values of a tile.
-      units: rows of collapsed probabilities of a tile.
-      chunk: pseudo-keys that a tile sees.
-      pieces: their groups.
-      size: pseudo-values of a group.
-      base: base values of a group.
-    """
-
-    def product(m: int, k: int, n: int) -> int:
-        return -(-k // LANES) * -(-n // LANES) * (m + LANES)
-
-    groups = rows // size
-    mixed = 2 * -(-base // LANES) * rows  # their matrix is loaded for many heads at once
-    mixed += 2 * product(units, chunk, LANES)  # outputs, gradients of probabilities
-    mixed += product(chunk, units, LANES)  # gradients of values
-    mixed += groups * 2 * product(base, size, LANES)  # back to base values and mixing matrices
-    unmixed = 3 * product(pieces * tokens, size, base) + product(size, pieces * tokens, base)
-    shared = 2 * product(heads * tokens, base, LANES) + product(base, heads * tokens, LANES)
-    return mixed, unmixed + pieces * shared // heads
-
-
-def lanes_of(size: int) -> int:
-    """Lanes of a piece: its pseudo-keys, in whole registers."""
-    return round_up(size, LANES)

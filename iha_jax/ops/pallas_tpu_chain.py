@@ -63,7 +63,7 @@ class HeadChain:
           rows: which of the tile's pseudo-queries these are.
 
         Returns:
-          What meets values ``[groups*unit or rows, c]`` and the gradient of the products ``[rows, c]``, both in the
+          What meets values, float32 ``[groups*unit or rows, c]``, and the gradient of the products ``[rows, c]`` in the
           heads' dtype.
         """
         spec, width = self.spec, weight.shape[1]
@@ -76,7 +76,7 @@ class HeadChain:
         d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
-        return probabilities.astype(spec.dtype), d_scores.astype(spec.dtype)
+        return probabilities, d_scores.astype(spec.dtype)
 
     def spread(self, at, probabilities: Array, d_scores: Array) -> tuple[Array, Array | None]:
         """Adds to the gradients of the chunk's pseudo-keys and -values.
@@ -85,7 +85,9 @@ class HeadChain:
           The gradient of the pseudo-queries ``[rows, H]``; across heads also the pseudo-outputs ``[rows, Hv]``.
         """
         spec, scratch = self.spec, self.scratch
-        self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
+        if spec.mixes_values:
+            probabilities = probabilities.astype(spec.dtype)
+            self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
         self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
         d_query = self._by_parts(d_scores, scratch.key, at, "rows")
         if not spec.across_heads:

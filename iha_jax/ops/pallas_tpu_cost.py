@@ -43,29 +43,45 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
     found = [
         ("mix queries", tiles * n * spec.query_groups, query_rows, spec.query_base, h),
         ("mix keys", arrivals * kv * spec.key_groups, key_rows, spec.key_base, h),
-        ("mix values", arrivals * kv * spec.key_groups, key_rows, spec.key_base, v),
         ("scores", sweeps * visits, spec.rows, h, spec.chunk),
     ]
     rows = spec.rows if spec.across_heads else units
+    if spec.mixes_values:
+        found.append(("mix values", arrivals * kv * spec.key_groups, key_rows, spec.key_base, v))
+    else:
+        found.append(("weights of base values", visits, len(spec.pieces) * spec.tile, spec.piece_lanes, spec.key_base))
     if spec.across_heads:
         found.append(("collapse", tiles * n * spec.query_groups, spec.out_base, query_rows, v))
     if not backward:
-        return [*found, ("values", visits, rows, spec.chunk, v)]
+        if spec.mixes_values:
+            return [*found, ("values", visits, rows, spec.chunk, v)]
+        return [*found, ("base values", tiles * len(spec.pieces), n * spec.tile, spec.key_base, v)]
     if spec.across_heads:
         found += [
             ("values", visits, rows, spec.chunk, v),
             ("d collapse", tiles * n * spec.query_groups, spec.out_base, v, query_rows),
         ]
+    if spec.mixes_values:
+        found += [
+            ("d probabilities", sweeps * visits, rows, v, spec.chunk),
+            ("d values", visits, spec.chunk, rows, v),
+        ]
+    else:
+        pieces, every = len(spec.pieces), n * spec.tile
+        found += [
+            ("d weights of base values", tiles * pieces, every, v, spec.key_base),
+            ("d probabilities", visits, pieces * spec.tile, spec.key_base, spec.piece_lanes),
+            ("d mixing of values", visits, spec.piece_lanes, pieces * spec.tile, spec.key_base),
+            ("d base values", tiles * pieces, spec.key_base, every, v),
+        ]
     found += [
-        ("d probabilities", sweeps * visits, rows, v, spec.chunk),
-        ("d values", visits, spec.chunk, rows, v),
         ("d queries", visits, spec.rows, spec.chunk, h),
         ("d keys", visits, spec.chunk, spec.rows, h),
         ("d base queries", tiles * n * spec.query_groups, spec.query_base, query_rows, h),
         ("d mixing of queries", tiles * n * spec.query_groups, query_rows, h, spec.query_base),
     ]
     departures = b * spec.key_tiles * kv * spec.key_groups
-    for name, dim in (("keys", h), ("values", v)):
+    for name, dim in (("keys", h), ("values", v))[: 2 if spec.mixes_values else 1]:
         found += [
             (f"d base {name}", departures, spec.key_base, key_rows, dim),
             (f"d mixing of {name}", departures, key_rows, dim, spec.key_base),

@@ -1,5 +1,6 @@
 """The tiles of the fused TPU kernels for a problem, with the reason for each number (see `pallas_tpu_spec`)."""
 
+import dataclasses
 import math
 
 import jax
@@ -102,6 +103,7 @@ def plan(
             value_dim=value_dim,
             out_heads=sources if across_heads else part_heads,
             across_heads=across_heads,
+            mixes_values=True,
             distance=(lower, limit),
             free=0 if not plain or window is not None else ("past" if causal is not None else key_len * pseudo),
             scale=float(scale),
@@ -110,6 +112,7 @@ def plan(
             dtype=dtype,
             **shape,
         )
+        found = dataclasses.replace(found, mixes_values=_mixes_values(found))
         needed = found.vmem_bytes(backward=True)
         if needed <= VMEM_BYTES:
             return found
@@ -117,6 +120,35 @@ def plan(
         f"the pseudo-keys and -values of one head, S={key_len} tokens times P={pseudo}, and their gradients need "
         f"{needed / 2**20:.0f} MiB of on-chip memory, more than {VMEM_BYTES / 2**20:.0f} MiB"
     )
+
+
+def _mixes_values(spec: Spec) -> bool:
+    """Whether pseudo-values take the matrix unit less time than weights of base values do (`value_cycles`)."""
+    if spec.kind == "global" or spec.across_heads:
+        return True
+    mixed, base = value_cycles(spec)
+    return mixed <= base
+
+
+def value_cycles(spec: Spec) -> tuple[int, int]:
+    """Cycles of the matrix unit that a head's values take with a local tile, forward and backward: with pseudo-values,
+    and with weights of base values.
+
+    A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles and 128 to load its matrix.
+    """
+
+    def product(m: int, k: int, n: int) -> int:
+        return -(-k // LANES) * -(-n // LANES) * (m + LANES)
+
+    size, pieces = spec.key_group * spec.pseudo, len(spec.pieces)
+    mixed = 2 * -(-spec.key_base // LANES) * spec.rows  # base values are loaded for many heads at once
+    mixed += 2 * product(spec.weight_rows, spec.chunk, LANES)  # outputs, gradients of probabilities
+    mixed += product(spec.chunk, spec.weight_rows, LANES)  # gradients of pseudo-values
+    mixed += 2 * spec.key_groups * product(spec.key_base, size, LANES)  # those of base values and of the mixing
+    base = 3 * product(pieces * spec.tile, size, spec.key_base) + product(size, pieces * spec.tile, spec.key_base)
+    rows = spec.heads * spec.tile  # of all heads: outputs, products with base values, their gradients
+    shared = 2 * product(rows, spec.key_base, LANES) + product(spec.key_base, rows, LANES)
+    return mixed, base + pieces * shared // spec.heads
 
 
 def _tile(rows: int, query_len: int, pseudo: int) -> int:

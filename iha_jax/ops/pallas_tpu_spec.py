@@ -199,6 +199,11 @@ class Spec:
         return [(start, i) for start, i in starts if start + size > max(visible, 0)]
 
     @property
+    def kept_groups(self) -> int:
+        """Where values are not mixed: groups of base values that are kept."""
+        return (self.lag + self.slots) * self.key_groups
+
+    @property
     def piece_lanes(self) -> int:
         """Lanes of a piece: a group's pseudo-keys, in whole registers."""
         return round_up(self.key_group * self.pseudo, LANES)
@@ -269,14 +274,21 @@ class Spec:
         # Operands of the tile and tables of rotations come in two buffers, indices in whole registers.
         total = 2 * self.tile * (heads * size + 4 * h * f32) + mixing * size + collapse
         total += SUBLANES * (2 * self.rows + self.chunk * (2 if local else self.chunks)) * f32
-        total += self.kv_heads * self.buffer * (h + v) * size + self.heads * self.rows * h * size
+        # Kept values, and their gradients or of their unmixed tile.
+        kept = self.kv_heads * self.buffer * v if self.mixes_values else self.kept_groups * self.key_base * v
+        pieces = 0 if self.mixes_values else len(self.pieces) * self.tile
+        collapsed = self.heads * matrix(pieces, self.key_base)
+        total += self.kv_heads * self.buffer * h * size + kept * size + self.heads * self.rows * h * size
         total += (base + self.tile * max(h, v)) * f32
         if self.across_heads:
             total += self.query_groups * self.out_base * v * f32
-        else:
+        elif self.mixes_values:
             total += self.heads * self.query_groups * self.unit * v * f32
+        else:
+            total += (collapsed + 2 * matrix(pieces, self.piece_lanes)) * f32
         if local:
-            total += (3 * scores + 2 * self.rows * LANES) * f32 + 2 * weights * size
+            total += (3 * scores + 2 * self.rows * LANES) * f32
+            total += 2 * weights * size if self.mixes_values else 0
         total += (6 if backward else 3) * scores * f32
         if not backward:
             return total
@@ -284,8 +296,10 @@ class Spec:
         turned = self.query_base * round_up(self.heads * query_rows, LANES)
         turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
         total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
-        total += self.kv_heads * self.buffer * (h + v) * f32 + base * f32
-        total += self.kv_heads * self.rows * (h + v) * size
+        total += self.kv_heads * self.buffer * h * f32 + kept * f32 + base * f32
+        total += self.kv_heads * self.rows * (h + (v if self.mixes_values else 0)) * size
+        if not self.mixes_values:
+            total += (collapsed + self.heads * self.tile * v) * f32
         if local:
             total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)
         return total

@@ -69,7 +69,9 @@ class Scratch(NamedTuple):
     d_value: Any  # float32 [k, buffer, Hv] ([kept groups, L*g, Hv])
     d_query_base: Any  # float32 [query groups, M*g, H]
     d_key_base: Any  # float32 [key groups, L*g, H]
-    d_value_base: Any  # float32 [key groups, L*g, Hv]; never mixed: float32 [n, pieces*tile, L*g], weights of base values
+    d_value_base: (
+        Any  # float32 [key groups, L*g, Hv]; never mixed: float32 [n, pieces*tile, L*g], weights of base values
+    )
     d_out: Any  # per head [n, groups*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
@@ -89,6 +91,10 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
       Gradients of `Tokens.query`, `key` and `value`, and those of the four matrices of `Weights` (float32).
     """
     weights = fwd.in_dtype(spec, weights)
+    pseudo_rows = weights.value.shape[1]
+    if not spec.mixes_values:
+        padding = (0, 0), (0, spec.piece_lanes - pseudo_rows), (0, 0)
+        weights = weights._replace(value=jnp.pad(weights.value, padding))
     turn = lambda x: x.transpose(2, 0, 1).reshape(x.shape[2], -1)  # noqa: E731
     extra = Extra(
         d_out, tokens.key, tokens.value, tokens.key_rotation,
@@ -125,9 +131,15 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
     else:
         d_rows = (spec.heads, spec.query_groups * spec.unit if spec.mixes_values else spec.tile, v)
     if spec.mixes_values:
-        of_values = [pltpu.VMEM((spec.key_groups, spec.key_base, v), F32), pltpu.VMEM((spec.kv_heads, spec.rows, v), dtype)]
+        of_weights = fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=dtype)
+        of_values = [
+            pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
+            pltpu.VMEM((spec.kv_heads, spec.rows, v), dtype),
+        ]
     else:
-        of_values = [pltpu.VMEM(fwd.collapsed_shape(spec), F32)] * 2
+        pieces = len(spec.pieces) * spec.tile
+        of_weights = pltpu.VMEM((2, pieces, spec.piece_lanes), F32)
+        of_values = [pltpu.VMEM((spec.heads, pieces, spec.key_base), F32)] * 2
     scratch = [
         *fwd.buffers(spec),
         pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
@@ -141,7 +153,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
-        fwd.weights_buffer(spec),
+        of_weights,
         fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=dtype),
         pltpu.VMEM((spec.kv_heads, spec.rows, h), dtype),
         of_values[1],
@@ -172,7 +184,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         )[: 3 if spec.mixes_values else 2]
     ]
     if not spec.mixes_values:
-        mixing.append(found.mix_value)
+        mixing.append(found.mix_value[:, :pseudo_rows])
     return found.query, found.key, found.value, (*mixing, found.collapse)
 
 
@@ -221,8 +233,11 @@ def _kernel(spec: Spec, structure, *refs) -> None:
 
     if spec.kind == "local":
         fwd.keep_mask(spec, step, tokens, scratch)
-        fwd.advance(spec, step, (scratch.key, scratch.d_key), (scratch.value, scratch.d_value))
-        if not spec.mixes_values:
+        if spec.mixes_values:
+            tile.advance(spec, step, scratch.key, scratch.value, scratch.d_key, scratch.d_value)
+        else:
+            tile.advance(spec, step, scratch.key, scratch.d_key)
+            base.advance(spec, step, scratch.value, scratch.d_value)
             base.clear_newest(spec, step, scratch.d_value)
         newest = tile.window_start(spec, step)[2]
 

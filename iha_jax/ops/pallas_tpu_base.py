@@ -1,10 +1,10 @@
-"""Values that are never mixed: the fused window kernels' collapse into base heads (paper.md §7).
+"""Values that are never mixed: how the backward kernel of windows can do without pseudo-values (paper.md §7).
 
 With the per-head collapse an output is ``sum over keys of P(key) * value(key)``, and a pseudo-value is a mixture of the
-base values of its token. So the probabilities of a token's pseudo-keys are first collapsed with the mixing matrix into
-weights of its base values, a product of ``P`` terms; one product for all heads with the base values follows. Where P is
-large and the window narrow that takes far fewer rows of the matrix unit than to mix P values a token and head, and
-their gradients are those of base values.
+base values of its token. So gradients of probabilities follow from products of the outputs' gradients with base values,
+one for all heads, and a small product with the mixing matrix; and the probabilities of a token's pseudo-keys, collapsed
+with that matrix into weights of base values, give the base values' gradients. Where P is large and the window narrow
+this takes the matrix unit less time, and keeps less, than pseudo-values and their gradients do.
 
 A chunk's columns are cut into *pieces*, the pseudo-keys of one group of tokens, since the matrix that mixes a group is
 the same for all of them; pieces of all heads lie below each other, ``[pieces * tile, lanes]``.
@@ -82,7 +82,7 @@ def per_token(spec: Spec, x: Array) -> Array:
             shift //= 2
         groups.append(rows)
     together = SUBLANES // g
-    owner = lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0) // g
+    owner = lax.div(lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0), g)
     found = []
     for first in range(0, spec.query_groups, together):
         rows = groups[first]
@@ -97,7 +97,7 @@ def per_unit_row(spec: Spec, x: Array) -> Array:
     g = spec.query_group
     if g >= SUBLANES:
         return x
-    owner = lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0) // g
+    owner = lax.div(lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0), g)
     found = []
     for i in range(spec.query_groups):
         register, place = divmod(i * g, SUBLANES)
@@ -153,17 +153,6 @@ def of_piece(spec: Spec, x, number: int) -> Array:
     """A piece of all heads, ``[n, pieces * tile, lanes]`` -> ``[n * tile, lanes]``, in the heads' dtype."""
     found = x[:, number * spec.tile : (number + 1) * spec.tile, :]
     return found.reshape(spec.heads * spec.tile, found.shape[2]).astype(spec.dtype)
-
-
-def weighted(spec: Spec, step: Array, collapsed_ref, kept_ref) -> Array:
-    """Sums of kept base values with weights ``[n, pieces * tile, base rows]``: all heads' outputs ``[n * tile, Hv]``."""
-    first = first_group(spec, step)
-    total = None
-    for number, (_, group) in enumerate(spec.pieces):
-        found = tile.dot(spec, of_piece(spec, collapsed_ref, number), kept_ref[first + group])
-        total = found if total is None else total + found
-    assert total is not None
-    return total
 
 
 def meet(spec: Spec, step: Array, d_out: Array, kept_ref, products_ref) -> None:

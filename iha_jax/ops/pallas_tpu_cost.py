@@ -40,22 +40,21 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
     sweeps = 1 if spec.kind == "local" else 2
     query_rows, key_rows = spec.query_group * spec.pseudo, spec.key_group * spec.pseudo
     units = spec.query_groups * spec.unit
+    mixes_values = spec.mixes_values or not backward
     found = [
         ("mix queries", tiles * n * spec.query_groups, query_rows, spec.query_base, h),
         ("mix keys", arrivals * kv * spec.key_groups, key_rows, spec.key_base, h),
         ("scores", sweeps * visits, spec.rows, h, spec.chunk),
     ]
     rows = spec.rows if spec.across_heads else units
-    if spec.mixes_values:
+    if mixes_values:
         found.append(("mix values", arrivals * kv * spec.key_groups, key_rows, spec.key_base, v))
     else:
         found.append(("weights of base values", visits, len(spec.pieces) * spec.tile, spec.piece_lanes, spec.key_base))
     if spec.across_heads:
         found.append(("collapse", tiles * n * spec.query_groups, spec.out_base, query_rows, v))
     if not backward:
-        if spec.mixes_values:
-            return [*found, ("values", visits, rows, spec.chunk, v)]
-        return [*found, ("base values", tiles * len(spec.pieces), n * spec.tile, spec.key_base, v)]
+        return [*found, ("values", visits, rows, spec.chunk, v)]
     if spec.across_heads:
         found += [
             ("values", visits, rows, spec.chunk, v),

@@ -113,7 +113,7 @@ def plan(
             **shape,
         )
         found = dataclasses.replace(found, mixes_values=_mixes_values(found))
-        needed = found.vmem_bytes(backward=True)
+        needed = max(found.vmem_bytes(backward=True), found.vmem_bytes(backward=False))
         if needed <= VMEM_BYTES:
             return found
     raise DoesNotFit(
@@ -123,7 +123,7 @@ def plan(
 
 
 def _mixes_values(spec: Spec) -> bool:
-    """Whether pseudo-values take the matrix unit less time than weights of base values do (`value_cycles`)."""
+    """Whether pseudo-values take the matrix unit less time backward than weights of base values do."""
     if spec.kind == "global" or spec.across_heads:
         return True
     mixed, base = value_cycles(spec)
@@ -131,8 +131,8 @@ def _mixes_values(spec: Spec) -> bool:
 
 
 def value_cycles(spec: Spec) -> tuple[int, int]:
-    """Cycles of the matrix unit that a head's values take with a local tile, forward and backward: with pseudo-values,
-    and with weights of base values.
+    """Cycles of the matrix unit that a head's values take with a local tile backward: with pseudo-values, and with
+    weights of base values.
 
     A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles and 128 to load its matrix.
     """
@@ -141,13 +141,13 @@ def value_cycles(spec: Spec) -> tuple[int, int]:
         return -(-k // LANES) * -(-n // LANES) * (m + LANES)
 
     size, pieces = spec.key_group * spec.pseudo, len(spec.pieces)
-    mixed = 2 * -(-spec.key_base // LANES) * spec.rows  # base values are loaded for many heads at once
-    mixed += 2 * product(spec.weight_rows, spec.chunk, LANES)  # outputs, gradients of probabilities
+    mixed = -(-spec.key_base // LANES) * spec.rows  # base values are loaded for many heads at once
+    mixed += product(spec.weight_rows, spec.chunk, LANES)  # gradients of probabilities
     mixed += product(spec.chunk, spec.weight_rows, LANES)  # gradients of pseudo-values
     mixed += 2 * spec.key_groups * product(spec.key_base, size, LANES)  # those of base values and of the mixing
-    base = 3 * product(pieces * spec.tile, size, spec.key_base) + product(size, pieces * spec.tile, spec.key_base)
-    rows = spec.heads * spec.tile  # of all heads: outputs, products with base values, their gradients
-    shared = 2 * product(rows, spec.key_base, LANES) + product(spec.key_base, rows, LANES)
+    base = 2 * product(pieces * spec.tile, size, spec.key_base) + product(size, pieces * spec.tile, spec.key_base)
+    rows = spec.heads * spec.tile  # of all heads: products with base values, their gradients
+    shared = product(rows, spec.key_base, LANES) + product(spec.key_base, rows, LANES)
     return mixed, base + pieces * shared // spec.heads
 
 

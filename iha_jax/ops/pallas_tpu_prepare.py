@@ -56,7 +56,7 @@ class Weights(NamedTuple):
     Attributes:
       query: ``[n, P*g, M*g]``, rows (pseudo-head, token), columns (source, token), padded.
       key: ``[k, g*P, L*g]``, rows (token, pseudo-head).
-      value: likewise; where values are never mixed, rows padded to `Spec.piece_lanes`.
+      value: likewise.
       collapse: per head float32 ``[n, rows, 128]``, the weight of each pseudo-query, the same in all lanes; across
         heads ``[n, N*g, P*g]``, rows (output head, token), padded.
       query_rotation: ``[P*g, H]`` each, in the order of the query's rows, times `Spec.score_scale`, or None.
@@ -135,8 +135,6 @@ def _matrices(mixing: HeadMixing, spec: Spec) -> tuple[Array, Array, Array, Arra
         x = _kron(x, spec.key_group).transpose(2, 4, 3, 0, 1)  # [k, t, r, l, s]
         x = x.reshape(spec.kv_heads, spec.key_group * spec.pseudo, -1)
         keys.append(_pad(x, 2, spec.key_base))
-    if not spec.mixes_values:
-        keys[1] = _pad(keys[1], 1, spec.piece_lanes)
     if spec.across_heads:
         collapse = _kron(jnp.swapaxes(mixing.collapse, 1, 2), g)  # [o, s, p, n, t]
         collapse = collapse.transpose(3, 0, 1, 2, 4).reshape(spec.heads, -1, spec.pseudo * g)

@@ -88,7 +88,7 @@ class Spec:
       value_dim: that of the values.
       out_heads: output heads: ``heads``, or all of them with the across-heads collapse.
       across_heads: the collapse.
-      mixes_values: whether there are pseudo-values, rather than probabilities collapsed into base heads
+      mixes_values: whether the backward kernel has pseudo-values, rather than weights of base values
         (`pallas_tpu_base`; local and per-head only).
       distance: half-open range of allowed (query index - key index), None for no limit.
       reach: how far keys can lie before and after a query by index, for skipping chunks, None for no limit.
@@ -256,6 +256,7 @@ class Spec:
 
     def vmem_bytes(self, backward: bool) -> int:
         """On-chip memory of a kernel: what it declares, and the scores it has in hand."""
+        mixes_values = self.mixes_values or not backward
         size, f32 = jnp.dtype(self.dtype).itemsize, 4
         h, v, local = self.head_dim, self.value_dim, self.kind == "local"
         heads = self.sources * h + self.key_sources * (h + v) + self.out_heads * v  # a token's operands and outputs
@@ -275,20 +276,20 @@ class Spec:
         total = 2 * self.tile * (heads * size + 4 * h * f32) + mixing * size + collapse
         total += SUBLANES * (2 * self.rows + self.chunk * (2 if local else self.chunks)) * f32
         # Kept values, and their gradients or of their unmixed tile.
-        kept = self.kv_heads * self.buffer * v if self.mixes_values else self.kept_groups * self.key_base * v
-        pieces = 0 if self.mixes_values else len(self.pieces) * self.tile
+        kept = self.kv_heads * self.buffer * v if mixes_values else self.kept_groups * self.key_base * v
+        pieces = 0 if mixes_values else len(self.pieces) * self.tile
         collapsed = self.heads * matrix(pieces, self.key_base)
         total += self.kv_heads * self.buffer * h * size + kept * size + self.heads * self.rows * h * size
         total += (base + self.tile * max(h, v)) * f32
         if self.across_heads:
             total += self.query_groups * self.out_base * v * f32
-        elif self.mixes_values:
+        elif mixes_values:
             total += self.heads * self.query_groups * self.unit * v * f32
         else:
             total += (collapsed + 2 * matrix(pieces, self.piece_lanes)) * f32
         if local:
             total += (3 * scores + 2 * self.rows * LANES) * f32
-            total += 2 * weights * size if self.mixes_values else 0
+            total += 2 * weights * size if mixes_values else 0
         total += (6 if backward else 3) * scores * f32
         if not backward:
             return total
@@ -297,8 +298,8 @@ class Spec:
         turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
         total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
         total += self.kv_heads * self.buffer * h * f32 + kept * f32 + base * f32
-        total += self.kv_heads * self.rows * (h + (v if self.mixes_values else 0)) * size
-        if not self.mixes_values:
+        total += self.kv_heads * self.rows * (h + (v if mixes_values else 0)) * size
+        if not mixes_values:
             total += (collapsed + self.heads * self.tile * v) * f32
         if local:
             total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)

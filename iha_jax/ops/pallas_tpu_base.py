@@ -156,7 +156,7 @@ def of_piece(spec: Spec, x, number: int) -> Array:
 
 
 def meet(spec: Spec, step: Array, d_out: Array, kept_ref, products_ref) -> None:
-    """Products of the outputs' gradients ``[n * tile, Hv]`` with kept base values, ``[n, pieces * tile, base rows]``."""
+    """Products of outputs' gradients ``[n * tile, Hv]`` with kept base values: ``[n, pieces * tile, base rows]``."""
     first = first_group(spec, step)
     for number, (_, group) in enumerate(spec.pieces):
         found = tile.dot(spec, d_out, kept_ref[first + group], (1, 1))

@@ -39,8 +39,8 @@ class Scratch(NamedTuple):
 
 def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> Array:
     """Runs the kernel for one part of the heads: ``[B, query tiles * tile, out heads * Hv]``."""
-    # Here pseudo-values are faster by the compiler's schedule, though they take the matrix unit longer: 7947 bundles for
-    # 8 tokens of the paper's layer on v5e against 8336 with weights of base values.
+    # Here pseudo-values are faster by the compiler's schedule, though they take the matrix unit longer: 7947 bundles
+    # for 8 tokens of the paper's layer on v5e against 8336 with weights of base values.
     spec = dataclasses.replace(spec, mixes_values=True)
     weights = in_dtype(spec, weights)
     arrays, structure = jax.tree.flatten((tokens, weights))

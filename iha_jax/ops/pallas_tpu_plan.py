@@ -131,10 +131,10 @@ def _mixes_values(spec: Spec) -> bool:
 
 
 def value_cycles(spec: Spec) -> tuple[int, int]:
-    """Cycles of the matrix unit that a head's values take with a local tile backward: with pseudo-values, and with
-    weights of base values.
+    """Cycles of the matrix unit that a head's values take backward: with pseudo-values, and never mixed.
 
-    A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles and 128 to load its matrix.
+    For a local tile. A product of ``m`` rows over up to 128 terms, into up to 128 columns, takes ``m`` cycles, and 128
+    to load its matrix.
     """
 
     def product(m: int, k: int, n: int) -> int:

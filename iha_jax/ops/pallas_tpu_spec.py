@@ -190,8 +190,10 @@ class Spec:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Where values are not mixed: first column of a group's pseudo-keys, possibly before the chunk's first, and
-        the group's number among the kept ones; those that some query of the tile sees."""
+        """Where values are not mixed: the groups of tokens that some query of the tile sees.
+
+        First column of a group's pseudo-keys, possibly before the chunk's first, and its number among the kept groups.
+        """
         size = self.key_group * self.pseudo
         first = self.history - self.lag * self.rows
         visible = self.history - self.delay * self.rows - self.seen[0]

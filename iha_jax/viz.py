@@ -5,13 +5,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from iha_jax.models.transformer import Transformer
 from iha_jax.nn.attention import InterleavedHeadAttention
 from iha_jax.nn.projections import AttentionProjections
 from iha_jax.nn.simplicial import SimplicialAttention
 from iha_jax.ops.api import interleaved_head_attention
 from iha_jax.ops.mixing import HeadMixing
+
+_SHOWN_TOKENS = 16
 
 
 def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Float[Array, "count R C"]]:
@@ -51,6 +55,48 @@ def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) ->
     if isinstance(layer, InterleavedHeadAttention):
         patterns["pseudo"] = _pseudo_patterns(layer, query, key, one_hot)
     return patterns
+
+
+def layer_inputs(
+    model: Transformer, tokens: Int[Array, "B T"]
+) -> dict[str, tuple[AttentionProjections, Float[Array, "B T D"]]]:
+    """Every attention layer of a decoder with what it reads, by name ("layer 0, iha", first to last).
+
+    Args:
+      model: scanned or not.
+      tokens: integers ``[B, T]``.
+    """
+    blocks = []
+    if len(model.cycle):
+        parts = [nnx.split(block) for block in model.cycle]
+        for repeat in range(model.config.num_repeats):
+            blocks += [nnx.merge(graph, jax.tree.map(lambda x, r=repeat: x[r], state)) for graph, state in parts]
+    blocks += list(model.layers)
+    found, x = {}, model.embedding(tokens)
+    for index, (block, kind) in enumerate(zip(blocks, model.config.layer_kinds, strict=True)):
+        found[f"layer {index}, {kind}"] = block.attention, block.attention_norm(x)
+        x = block(x)
+    return found
+
+
+def pictures_of(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Array]:
+    """What there is to draw of a layer: its mixing tensors, and patterns of attention as in `attention_patterns`.
+
+    Args:
+      layer: any attention layer whose heads weigh values.
+      x: one input.
+
+    Returns:
+      "mixing/query", "mixing/key", "mixing/value", "mixing/collapse" of IHA, and "patterns/effective"; "patterns/pseudo"
+      of the input's first 16 tokens only: under a causal mask they do not depend on the rest, and pictures of more can't
+      be read.
+    """
+    arrays = {}
+    if isinstance(layer, InterleavedHeadAttention):
+        arrays = {f"mixing/{name}": getattr(layer.mixing, name) for name in ("query", "key", "value", "collapse")}
+        start = attention_patterns(layer, x[:, :_SHOWN_TOKENS]) if layer.causal else attention_patterns(layer, x)
+        arrays["patterns/pseudo"] = start["pseudo"]
+    return arrays | {"patterns/effective": attention_patterns(layer, x)["effective"]}
 
 
 def _pseudo_patterns(layer: InterleavedHeadAttention, query: Array, key: Array, one_hot: Array) -> Array:

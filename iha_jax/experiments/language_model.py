@@ -91,9 +91,7 @@ class LanguageModel:
                 f"and {'no task' if self.recall is None else 'a task'}"
             )
         if self.recall is not None and self.recall.length != self.sequence_length:
-            raise ValueError(
-                f"recall.length must be sequence_length={self.sequence_length}, got {self.recall.length}"
-            )
+            raise ValueError(f"recall.length must be sequence_length={self.sequence_length}, got {self.recall.length}")
         if self.recall is not None and self.recall.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size must hold the recall task's {self.recall.vocab_size} tokens, got "
@@ -131,7 +129,7 @@ class LanguageModel:
             )
         return text
 
-    def rows(self, seed: int, step: int) -> dict[str, np.ndarray]:
+    def step_rows(self, seed: int, step: int) -> dict[str, np.ndarray]:
         """The rows of one step: text, then recall; a step's weights of each kind sum to the kind's weight."""
         text, rng = self.text(), np.random.default_rng([seed, step])
         rows = _text_rows(text.windows(rng, self.batch_size, self.sequence_length + 1))
@@ -159,7 +157,7 @@ class LanguageModel:
         held_out, asked = (rows and jax.device_put(rows) for rows in self.tests())
         state = _Run(programs, seed, directory / "snapshot.npz")
         while state.step < self.steps:
-            steps = [self.rows(seed, step) for step in range(state.step, state.step + self.evaluate_every)]
+            steps = [self.step_rows(seed, step) for step in range(state.step, state.step + self.evaluate_every)]
             rows = {name: jnp.asarray(np.stack([step[name] for step in steps])) for name in steps[0]}
             start = time.perf_counter()
             state.params, state.optimizer, loss = programs.train(state.params, state.optimizer, rows)

@@ -20,10 +20,11 @@ def looks_inside(cells: Sequence[Cell]) -> str:
     by_setting: dict[str, list[str]] = {}
     for cell in cells:
         if cell.seed == first and (arrays := cell.arrays()):
-            parts = [_mixing(arrays), _patterns(arrays)]
-            by_setting.setdefault(cell.entry.setting, []).append(
-                f"<section><h4>{html.escape(cell.entry.variant)}</h4>{''.join(parts)}</section>"
-            )
+            parts = []
+            for place, found in _by_place(arrays).items():
+                heading = ": ".join(part for part in (cell.entry.variant, place) if part)
+                parts.append(f"<h4>{html.escape(heading)}</h4>{_mixing(found)}{_patterns(found)}")
+            by_setting.setdefault(cell.entry.setting, []).append(f"<section>{''.join(parts)}</section>")
     if not by_setting:
         return ""
     sections = "".join(
@@ -31,6 +32,15 @@ def looks_inside(cells: Sequence[Cell]) -> str:
         for i, (setting, parts) in enumerate(by_setting.items())
     )
     return f"<h2>Inside, seed {first}</h2>{sections}"
+
+
+def _by_place(arrays: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Layer → its arrays by their names without the layer; "" where there is but one."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for path, array in arrays.items():
+        *place, kind, name = path.split("/")
+        found.setdefault("/".join(place), {})[f"{kind}/{name}"] = array
+    return found
 
 
 def _mixing(arrays: dict[str, np.ndarray]) -> str:
@@ -73,7 +83,7 @@ def _patterns(arrays: dict[str, np.ndarray]) -> str:
             _figure(diverging(sheet, limit), f"what each of {len(effective)} heads reads, rows queries, columns keys")
         )
     if (pseudo := arrays.get("patterns/pseudo")) is not None:
-        size = pseudo.shape[1] // effective.shape[1] if effective is not None else 1
+        size = arrays["mixing/query"].shape[2] if "mixing/query" in arrays else 1
         shown = pseudo[:_HEADS, : _TOKENS * size, : _TOKENS * size]
         for head, one in enumerate(shown):
             figures.append(

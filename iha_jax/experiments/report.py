@@ -91,6 +91,11 @@ class _Results:
     def variants(self, setting: str) -> list[str]:
         return [v for v in self.comparison.variants if self.of(setting, v)]
 
+    def metrics(self, setting: str) -> list[Metric]:
+        """Those that any run of a setting has; all while there is no run."""
+        known = {name for v in self.comparison.variants for r in self.of(setting, v) for name in r["metrics"]}
+        return [m for m in self.comparison.metrics if m.name in known or not known]
+
     def values(self, setting: str, variant: str, metric: str) -> dict[int, float]:
         return {r["seed"]: r["metrics"][metric] for r in self.of(setting, variant) if metric in r["metrics"]}
 
@@ -110,14 +115,16 @@ def _seeds_sentence(seeds: int, baseline: str) -> str:
 
 
 def _in_short(results: _Results) -> str:
-    metric, baseline = results.comparison.metrics[0], results.comparison.baseline
-    lines = []
+    baseline, lines = results.comparison.baseline, []
     for setting in results.comparison.settings:
+        metric = results.metrics(setting)[0]
         base = spread(list(results.values(setting, baseline, metric.name).values()))
         if base.count:
-            lines.append(f"<li>{_text(setting)}: {_text(baseline)} reaches {_value(base, metric)}.<ul>")
+            lines.append(
+                f"<li>{_text(setting)}, {_text(metric.label)}: {_text(baseline)} reaches {_value(base, metric)}.<ul>"
+            )
         else:
-            lines.append(f"<li>{_text(setting)}.<ul>")
+            lines.append(f"<li>{_text(setting)}, {_text(metric.label)}.<ul>")
         for variant in results.variants(setting):
             if variant != baseline:
                 found = spread(list(results.values(setting, variant, metric.name).values()))
@@ -130,11 +137,11 @@ def _in_short(results: _Results) -> str:
                     )
                 lines.append(".</li>")
         lines.append("</ul></li>")
-    return f"<p>{_text(metric.label.capitalize())}:</p><ul>{''.join(lines)}</ul>"
+    return f"<ul>{''.join(lines)}</ul>"
 
 
 def _results_table(results: _Results, setting: str) -> str:
-    metrics, baseline = results.comparison.metrics, results.comparison.baseline
+    metrics, baseline = results.metrics(setting), results.comparison.baseline
     variants = results.variants(setting)
     if not variants:
         return ""
@@ -157,8 +164,9 @@ def _results_table(results: _Results, setting: str) -> str:
     references = []
     for metric in metrics:
         if metric.reference is not None:
-            known = [r["metrics"][metric.reference] for v in variants for r in results.of(setting, v)]
-            references.append(f"{metric.label} without any skill: {_number(float(np.mean(known)), metric)}")
+            known = [x for v in variants for x in results.values(setting, v, metric.reference).values()]
+            if known:
+                references.append(f"{metric.label} {metric.reference_label}: {_number(float(np.mean(known)), metric)}")
     note = f"<p class=note>{_text('; '.join(references))}.</p>" if references else ""
     return f"<h3>{_text(setting)}</h3>{_table(head, rows)}{note}"
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from iha_jax.experiments.comparison import COSTS, Comparison, Metric
-from iha_jax.experiments.drawing import Series, key_sample, line_chart
 from iha_jax.experiments.pictures import looks_inside
 from iha_jax.experiments.runner import Cell, cells, collect
 from iha_jax.experiments.snapshot import write_text
 from iha_jax.experiments.statistics import Paired, Spread, paired, spread
-
-_STYLE = pathlib.Path(__file__).with_name("report.css")
+from iha_jax.viz.drawing import Series, key_sample, line_chart
+from iha_jax.viz.views import page_style
 
 
 def write_report(comparison: Comparison, seeds: int, output: pathlib.Path, command: str) -> pathlib.Path:
@@ -74,7 +73,7 @@ def page(comparison: Comparison, seeds: int, records: list[dict[str, Any]], done
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{_text(comparison.title)}</title><style>{_STYLE.read_text()}</style></head><body><main>"
+        f"<title>{_text(comparison.title)}</title><style>{page_style()}</style></head><body><main>"
         + "\n".join(part for part in body if part)
         + "</main></body></html>\n"
     )

@@ -1,10 +1,7 @@
-"""Looking inside: the patterns of attention that a layer makes of an input, and what its mixing tensors do."""
-
-from typing import NamedTuple
+"""The patterns of attention that layers make of an input."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -79,6 +76,11 @@ def layer_inputs(
     return found
 
 
+def layer_number(name: str) -> int:
+    """Which layer a name of `layer_inputs` stands for."""
+    return int(name.split(",")[0].removeprefix("layer "))
+
+
 def pictures_of(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Array]:
     """What there is to draw of a layer: its mixing tensors, and patterns of attention as in `attention_patterns`.
 
@@ -88,8 +90,8 @@ def pictures_of(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[s
 
     Returns:
       "mixing/query", "mixing/key", "mixing/value", "mixing/collapse" of IHA, and "patterns/effective"; "patterns/pseudo"
-      of the input's first 16 tokens only: under a causal mask they do not depend on the rest, and pictures of more can't
-      be read.
+      of the input's first 16 tokens only, where a causal mask makes them independent of the rest: pictures of more
+      can't be read.
     """
     arrays = {}
     if isinstance(layer, InterleavedHeadAttention):
@@ -128,31 +130,3 @@ def _pseudo_patterns(layer: InterleavedHeadAttention, query: Array, key: Array, 
 
     pairs = jax.lax.map(lambda asked: jax.lax.map(lambda read: weights(asked, read), one_of), one_of)  # [P,P,T,N,S]
     return jnp.transpose(pairs, (3, 2, 0, 4, 1)).reshape(n, tokens * p, tokens * p)
-
-
-class MixingSummary(NamedTuple):
-    """Numbers about one mixing tensor.
-
-    Attributes:
-      from_copy: root-mean-square distance of the entries from ``mix[m, h, p] = 1(m == h)``.
-      spread: root mean square over heads of the standard deviation over p; 0 if all pseudo-heads are alike.
-      effective_rank: of the matrix ``[M, N P]``: the exponential of the entropy of its normalised squared singular
-        values; M if all sources matter alike, 1 if all pseudo-heads are multiples of one mixture.
-    """
-
-    from_copy: float
-    spread: float
-    effective_rank: float
-
-
-def mixing_summary(tensor: Float[Array, "M N P"] | np.ndarray) -> MixingSummary:
-    """How far a mixing tensor is from copying, how pseudo-heads differ, and how many sources it uses."""
-    values = np.asarray(tensor, np.float64)
-    heads, made, pseudo = values.shape
-    energy = np.linalg.svd(values.reshape(heads, made * pseudo), compute_uv=False) ** 2
-    share = energy[energy > 0] / energy.sum()
-    return MixingSummary(
-        from_copy=float(np.sqrt(np.mean((values - np.eye(heads, made)[:, :, None]) ** 2))),
-        spread=float(np.sqrt(np.mean(values.var(axis=2)))),
-        effective_rank=float(np.exp(-(share * np.log(share)).sum())),
-    )

@@ -1,4 +1,4 @@
-"""Arrays of a layer as HTML figures: mixing tensors, the collapse, effective patterns, and the P² patterns of a head."""
+"""Arrays of a layer as HTML figures: mixing tensors, collapse, what heads read, and the P² patterns of a head."""
 
 import html
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _TENSORS = ("query", "key", "value")
 
 
 def mixing_figures(arrays: Mapping[str, np.ndarray]) -> str:
-    """Heat maps of "mixing/query", "mixing/key", "mixing/value" and "mixing/collapse", with numbers; "" without them."""
+    """Heat maps of "mixing/query", "mixing/key", "mixing/value" and "mixing/collapse"; "" where there are none."""
     tensors = {name: np.asarray(arrays[f"mixing/{name}"]) for name in _TENSORS if f"mixing/{name}" in arrays}
     collapse = arrays.get("mixing/collapse")
     if not tensors and collapse is None:
@@ -75,8 +75,8 @@ def _collapse_figure(collapse: np.ndarray) -> str:
     used = ", ".join(f"head {head}: {number:.1f}" for head, number in enumerate(found.used))
     across = "" if collapse.ndim == 2 else f" of each of {collapse.shape[1]} source heads"
     caption = (
-        f"collapse, full colour ±{limit:.2f}: rows heads, columns {collapse.shape[-1]} pseudo-heads{across}. Pseudo-heads "
-        f"in use, {collapse.shape[-1]} if all count alike: {used}"
+        f"collapse, full colour ±{limit:.2f}: rows heads, columns {collapse.shape[-1]} pseudo-heads{across}. "
+        f"Pseudo-heads in use, {collapse.shape[-1]} if all count alike: {used}"
     )
     return _figure(diverging(collapse.reshape(len(collapse), -1), limit), caption, least=16, most=280)
 
@@ -95,6 +95,6 @@ def _head_figure(head: int, weights: np.ndarray, pseudo: int, tokens: int) -> st
 
 
 def _figure(pixels: np.ndarray, caption: str, least: int, most: int = 340) -> str:
-    """A picture with its caption; ``least`` CSS pixels for a pixel, at least 200 in all where that leaves squares large."""
+    """A picture with its caption; a pixel has ``least`` to 24 CSS pixels, so that small maps are still seen."""
     width = min(most, max(least * pixels.shape[1], min(200, 24 * pixels.shape[1])))
     return f"<figure>{image(pixels, caption, width=width)}<figcaption>{html.escape(caption)}</figcaption></figure>"

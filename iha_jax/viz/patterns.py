@@ -89,9 +89,9 @@ def pictures_of(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[s
       x: one input.
 
     Returns:
-      "mixing/query", "mixing/key", "mixing/value", "mixing/collapse" of IHA, and "patterns/effective"; "patterns/pseudo"
-      of the input's first 16 tokens only, where a causal mask makes them independent of the rest: pictures of more
-      can't be read.
+      "patterns/effective"; of IHA also "mixing/query", "mixing/key", "mixing/value", "mixing/collapse", and
+      "patterns/pseudo" of the input's first 16 tokens only, where a causal mask makes them independent of the rest:
+      pictures of more can't be read.
     """
     arrays = {}
     if isinstance(layer, InterleavedHeadAttention):

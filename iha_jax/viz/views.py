@@ -164,6 +164,7 @@ def _in_notebook(figures: str) -> str:
     style = (
         ".iha-look figure{margin:0;min-width:0}.iha-look figcaption,.iha-look .note{font-size:.85em;opacity:.75}"
         ".iha-look .maps{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(18rem,100%),1fr));gap:1rem}"
-        ".iha-look img{max-width:100%;height:auto;image-rendering:pixelated;background:#fff}.iha-look .n{text-align:right}"
+        ".iha-look img{max-width:100%;height:auto;image-rendering:pixelated;background:#fff}"
+        ".iha-look .n{text-align:right}"
     )
     return f'<style>{style}</style><div class="iha-look">{figures}</div>'

@@ -143,6 +143,7 @@ MODEL = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_what_every_layer_reads():
     small = MODEL
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 258, (1, 9)), jnp.int32)

@@ -154,7 +154,10 @@ class LanguageModel:
     def run(self, seed: int, directory: pathlib.Path, progress: Progress) -> Outcome:
         """Trains, evaluates and looks inside; see `Experiment`."""
         text, programs = self.text(), _programs(self)
-        held_out, asked = (rows and jax.device_put(rows) for rows in self.tests())
+        held_out, asked = (
+            None if rows is None else {name: jnp.asarray(x) for name, x in rows.items()} for rows in self.tests()
+        )
+        assert held_out is not None
         state = _Run(programs, seed, directory / "snapshot.npz")
         while state.step < self.steps:
             steps = [self.step_rows(seed, step) for step in range(state.step, state.step + self.evaluate_every)]

@@ -135,7 +135,10 @@ class Killed(BaseException):
     """Not an Exception: nothing may catch it."""
 
 
-def test_a_run_killed_after_every_evaluation_ends_with_the_same_numbers(experiment, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pattern", [("mha",), pytest.param(("iha", "mha"), marks=pytest.mark.slow)])
+def test_a_run_killed_after_every_evaluation_ends_with_the_same_numbers(experiment, pattern, tmp_path, monkeypatch):
+    model = dataclasses.replace(experiment.model, pattern=pattern, num_layers=len(pattern))
+    experiment = dataclasses.replace(experiment, model=model)
     monkeypatch.setattr(language_model, "_SECONDS_BETWEEN_SNAPSHOTS", 0)
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
@@ -169,11 +172,11 @@ def test_a_run_killed_after_every_evaluation_ends_with_the_same_numbers(experime
         *("bits_per_byte", "bigram_bits_per_byte", "recall_accuracy", "recall_loss", "recall_chance")
     }
     assert whole.metrics["recall_chance"] == 1 / 8
-    assert set(whole.arrays) == {
-        *(f"layer 0, iha/mixing/{name}" for name in ("query", "key", "value", "collapse")),
-        *(f"layer 0, iha/patterns/{name}" for name in ("effective", "pseudo")),
-        "layer 1, mha/patterns/effective",
-    }
+    kept = {f"layer {len(pattern) - 1}, mha/patterns/effective"}
+    if "iha" in pattern:
+        kept |= {f"layer 0, iha/mixing/{name}" for name in ("query", "key", "value", "collapse")}
+        kept |= {f"layer 0, iha/patterns/{name}" for name in ("effective", "pseudo")}
+    assert set(whole.arrays) == kept
     assert whole.costs["memory_bytes"] > 0
     assert whole.costs["parameters"] == account(experiment.model).parameters
 

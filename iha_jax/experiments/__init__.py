@@ -4,6 +4,7 @@ python -m iha_jax.experiments.compare configs/relations.py --seeds 3
 """
 
 from iha_jax.experiments.comparison import Comparison, Entry, Experiment, Metric, Outcome
+from iha_jax.experiments.language_model import LanguageModel
 from iha_jax.experiments.one_layer import OneLayer
 
-__all__ = ["Comparison", "Entry", "Experiment", "Metric", "OneLayer", "Outcome"]
+__all__ = ["Comparison", "Entry", "Experiment", "LanguageModel", "Metric", "OneLayer", "Outcome"]

@@ -30,6 +30,7 @@ class Metric:
       higher_is_better: whether more is better.
       percent: whether it is a share, shown in per cent.
       reference: key in `Outcome.metrics` of what a model without any skill reaches, if there is such a number.
+      reference_label: for people, whose number the reference is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Metric:
     higher_is_better: bool = True
     percent: bool = False
     reference: str | None = None
+    reference_label: str = "without any skill"
 
 
 @dataclasses.dataclass
@@ -44,12 +46,13 @@ class Outcome:
     """What one run found.
 
     Attributes:
-      metrics: name → final value.
+      metrics: name → final value; one that a setting does not have is left out there.
       curves: label → points (x, y).
       costs: name in `COSTS` → value; what isn't known is left out.
       notes: anything else worth keeping, JSON values.
       arrays: pictures' data: ``mixing/<tensor>`` ``[M, N, P]`` (or a collapse ``[N, P]``), and
-        ``patterns/<label>``, square maps of attention ``[count, rows, columns]``.
+        ``patterns/<label>``, square maps of attention ``[count, rows, columns]``; of several layers, with
+        ``<layer>/`` in front.
     """
 
     metrics: Mapping[str, float]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from iha_jax.experiments.comparison import COSTS, Comparison, Metric
-from iha_jax.experiments.drawing import Series, key_sample, line_chart
 from iha_jax.experiments.pictures import looks_inside
 from iha_jax.experiments.runner import Cell, cells, collect
 from iha_jax.experiments.snapshot import write_text
 from iha_jax.experiments.statistics import Paired, Spread, paired, spread
-
-_STYLE = pathlib.Path(__file__).with_name("report.css")
+from iha_jax.viz.drawing import Series, key_sample, line_chart
+from iha_jax.viz.views import page_style
 
 
 def write_report(comparison: Comparison, seeds: int, output: pathlib.Path, command: str) -> pathlib.Path:
@@ -74,7 +73,7 @@ def page(comparison: Comparison, seeds: int, records: list[dict[str, Any]], done
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{_text(comparison.title)}</title><style>{_STYLE.read_text()}</style></head><body><main>"
+        f"<title>{_text(comparison.title)}</title><style>{page_style()}</style></head><body><main>"
         + "\n".join(part for part in body if part)
         + "</main></body></html>\n"
     )
@@ -90,6 +89,11 @@ class _Results:
 
     def variants(self, setting: str) -> list[str]:
         return [v for v in self.comparison.variants if self.of(setting, v)]
+
+    def metrics(self, setting: str) -> list[Metric]:
+        """Those that any run of a setting has; all while there is no run."""
+        known = {name for v in self.comparison.variants for r in self.of(setting, v) for name in r["metrics"]}
+        return [m for m in self.comparison.metrics if m.name in known or not known]
 
     def values(self, setting: str, variant: str, metric: str) -> dict[int, float]:
         return {r["seed"]: r["metrics"][metric] for r in self.of(setting, variant) if metric in r["metrics"]}
@@ -110,14 +114,16 @@ def _seeds_sentence(seeds: int, baseline: str) -> str:
 
 
 def _in_short(results: _Results) -> str:
-    metric, baseline = results.comparison.metrics[0], results.comparison.baseline
-    lines = []
+    baseline, lines = results.comparison.baseline, []
     for setting in results.comparison.settings:
+        metric = results.metrics(setting)[0]
         base = spread(list(results.values(setting, baseline, metric.name).values()))
         if base.count:
-            lines.append(f"<li>{_text(setting)}: {_text(baseline)} reaches {_value(base, metric)}.<ul>")
+            lines.append(
+                f"<li>{_text(setting)}, {_text(metric.label)}: {_text(baseline)} reaches {_value(base, metric)}.<ul>"
+            )
         else:
-            lines.append(f"<li>{_text(setting)}.<ul>")
+            lines.append(f"<li>{_text(setting)}, {_text(metric.label)}.<ul>")
         for variant in results.variants(setting):
             if variant != baseline:
                 found = spread(list(results.values(setting, variant, metric.name).values()))
@@ -130,11 +136,11 @@ def _in_short(results: _Results) -> str:
                     )
                 lines.append(".</li>")
         lines.append("</ul></li>")
-    return f"<p>{_text(metric.label.capitalize())}:</p><ul>{''.join(lines)}</ul>"
+    return f"<ul>{''.join(lines)}</ul>"
 
 
 def _results_table(results: _Results, setting: str) -> str:
-    metrics, baseline = results.comparison.metrics, results.comparison.baseline
+    metrics, baseline = results.metrics(setting), results.comparison.baseline
     variants = results.variants(setting)
     if not variants:
         return ""
@@ -157,8 +163,9 @@ def _results_table(results: _Results, setting: str) -> str:
     references = []
     for metric in metrics:
         if metric.reference is not None:
-            known = [r["metrics"][metric.reference] for v in variants for r in results.of(setting, v)]
-            references.append(f"{metric.label} without any skill: {_number(float(np.mean(known)), metric)}")
+            known = [x for v in variants for x in results.values(setting, v, metric.reference).values()]
+            if known:
+                references.append(f"{metric.label} {metric.reference_label}: {_number(float(np.mean(known)), metric)}")
     note = f"<p class=note>{_text('; '.join(references))}.</p>" if references else ""
     return f"<h3>{_text(setting)}</h3>{_table(head, rows)}{note}"
 

@@ -163,7 +163,9 @@ def _run(comparison: Comparison, cell: Cell, command: str, progress: Progress) -
     # The result last: where it is, all else is.
     write_text(cell.directory / RESULT, json.dumps(record) + "\n")
     shown: Sequence[str] = [
-        f"{m.label} {outcome.metrics[m.name]:{'.2%' if m.percent else '.4f'}}" for m in comparison.metrics
+        f"{m.label} {outcome.metrics[m.name]:{'.2%' if m.percent else '.4f'}}"
+        for m in comparison.metrics
+        if m.name in outcome.metrics
     ]
     progress(f"  {', '.join(shown)}")
 

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 from iha_jax.data.iterator import BatchIterator
 from iha_jax.training.config import CheckpointConfig
 from iha_jax.training.processes import Processes
-from iha_jax.training.state import TrainState
+from iha_jax.training.state import Params, TrainState
 
 _LOG = logging.getLogger(__name__)
 _COUNTERS = ("step", "updates", "nonfinite", "nonfinite_total")
@@ -263,6 +263,45 @@ class _PositionSave(ocp.args.CheckpointArgs):
 @dataclasses.dataclass
 class _PositionRestore(ocp.args.CheckpointArgs):
     """Nothing need be said."""
+
+
+def load_params(directory: str | os.PathLike[str], target: Params, step: int | None = None) -> tuple[int, Params]:
+    """The parameters of a run's checkpoint, without optimizer and data.
+
+    Args:
+      directory: a run's ``checkpoints``; it is left as it is.
+      target: path → parameter or its shape, of the same model.
+      step: of the checkpoint; None, the newest.
+
+    Returns:
+      The checkpoint's step, and path → parameter.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is of another model.
+    """
+    path = pathlib.Path(directory).absolute()
+    steps = sorted(int(p.name) for p in path.glob("*") if p.name.isdecimal() and (p / "params").is_dir())
+    if not steps or step not in (None, *steps):
+        wanted_step = "any" if step is None else str(step)
+        raise FileNotFoundError(f"no checkpoint in {path}: wanted {wanted_step}, there are {steps or 'none'}")
+    step = steps[-1] if step is None else step
+    with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
+        # A path that the description lacks, or that has another shape: say so before arrays are read.
+        described: Any = checkpointer.metadata(path / str(step) / "params")
+        tree = getattr(described, "item_metadata", described)
+        tree = getattr(tree, "tree", tree)
+        saved = {name: tuple(leaf.shape) for name, leaf in tree.items()}
+        wanted = {name: tuple(leaf.shape) for name, leaf in target.items()}
+        if saved != wanted:
+            name = next(n for n in sorted({*saved, *wanted}) if saved.get(n) != wanted.get(n))
+            raise ValueError(
+                f"checkpoint {step} in {path} is of another model: {name} has shape {saved.get(name)} there and "
+                f"{wanted.get(name)} in this configuration"
+            )
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device) for name, leaf in target.items()}
+        return step, checkpointer.restore(path / str(step) / "params", shapes)
 
 
 def one_error_per_failed_save() -> None:

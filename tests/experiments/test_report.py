@@ -9,10 +9,10 @@ import zlib
 import numpy as np
 import pytest
 
-from iha_jax.experiments.drawing import Series, diverging, line_chart, nice_ticks, png, sequential, tiled
 from iha_jax.experiments.report import write_report
 from iha_jax.experiments.runner import run_grid
 from iha_jax.experiments.statistics import paired, spread
+from iha_jax.viz.drawing import Series, diverging, line_chart, nice_ticks, png, sequential, tiled
 from tests.experiments import browser
 from tests.experiments.grids import comparison
 

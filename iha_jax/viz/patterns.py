@@ -1,17 +1,18 @@
-"""Looking inside: the patterns of attention that a layer makes of an input, and what its mixing tensors do."""
-
-from typing import NamedTuple
+"""The patterns of attention that layers make of an input."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from iha_jax.models.transformer import Transformer
 from iha_jax.nn.attention import InterleavedHeadAttention
 from iha_jax.nn.projections import AttentionProjections
 from iha_jax.nn.simplicial import SimplicialAttention
 from iha_jax.ops.api import interleaved_head_attention
 from iha_jax.ops.mixing import HeadMixing
+
+_SHOWN_TOKENS = 16
 
 
 def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Float[Array, "count R C"]]:
@@ -53,6 +54,53 @@ def attention_patterns(layer: AttentionProjections, x: Float[Array, "1 T D"]) ->
     return patterns
 
 
+def layer_inputs(
+    model: Transformer, tokens: Int[Array, "B T"]
+) -> dict[str, tuple[AttentionProjections, Float[Array, "B T D"]]]:
+    """Every attention layer of a decoder with what it reads, by name ("layer 0, iha", first to last).
+
+    Args:
+      model: scanned or not.
+      tokens: integers ``[B, T]``.
+    """
+    blocks = []
+    if len(model.cycle):
+        parts = [nnx.split(block) for block in model.cycle]
+        for repeat in range(model.config.num_repeats):
+            blocks += [nnx.merge(graph, jax.tree.map(lambda x, r=repeat: x[r], state)) for graph, state in parts]
+    blocks += list(model.layers)
+    found, x = {}, model.embedding(tokens)
+    for index, (block, kind) in enumerate(zip(blocks, model.config.layer_kinds, strict=True)):
+        found[f"layer {index}, {kind}"] = block.attention, block.attention_norm(x)
+        x = block(x)
+    return found
+
+
+def layer_number(name: str) -> int:
+    """Which layer a name of `layer_inputs` stands for."""
+    return int(name.split(",")[0].removeprefix("layer "))
+
+
+def pictures_of(layer: AttentionProjections, x: Float[Array, "1 T D"]) -> dict[str, Array]:
+    """What there is to draw of a layer: its mixing tensors, and patterns of attention as in `attention_patterns`.
+
+    Args:
+      layer: any attention layer whose heads weigh values.
+      x: one input.
+
+    Returns:
+      "patterns/effective"; of IHA also "mixing/query", "mixing/key", "mixing/value", "mixing/collapse", and
+      "patterns/pseudo" of the input's first 16 tokens only, where a causal mask makes them independent of the rest:
+      pictures of more can't be read.
+    """
+    arrays = {}
+    if isinstance(layer, InterleavedHeadAttention):
+        arrays = {f"mixing/{name}": getattr(layer.mixing, name) for name in ("query", "key", "value", "collapse")}
+        start = attention_patterns(layer, x[:, :_SHOWN_TOKENS]) if layer.causal else attention_patterns(layer, x)
+        arrays["patterns/pseudo"] = start["pseudo"]
+    return arrays | {"patterns/effective": attention_patterns(layer, x)["effective"]}
+
+
 def _pseudo_patterns(layer: InterleavedHeadAttention, query: Array, key: Array, one_hot: Array) -> Array:
     """``[N, T P, T P]``: one call for every pseudo-query, one for every pseudo-key, as a batch of mixing tensors."""
     mixing, tokens = layer.mixing, query.shape[1]
@@ -82,31 +130,3 @@ def _pseudo_patterns(layer: InterleavedHeadAttention, query: Array, key: Array, 
 
     pairs = jax.lax.map(lambda asked: jax.lax.map(lambda read: weights(asked, read), one_of), one_of)  # [P,P,T,N,S]
     return jnp.transpose(pairs, (3, 2, 0, 4, 1)).reshape(n, tokens * p, tokens * p)
-
-
-class MixingSummary(NamedTuple):
-    """Numbers about one mixing tensor.
-
-    Attributes:
-      from_copy: root-mean-square distance of the entries from ``mix[m, h, p] = 1(m == h)``.
-      spread: root mean square over heads of the standard deviation over p; 0 if all pseudo-heads are alike.
-      effective_rank: of the matrix ``[M, N P]``: the exponential of the entropy of its normalised squared singular
-        values; M if all sources matter alike, 1 if all pseudo-heads are multiples of one mixture.
-    """
-
-    from_copy: float
-    spread: float
-    effective_rank: float
-
-
-def mixing_summary(tensor: Float[Array, "M N P"] | np.ndarray) -> MixingSummary:
-    """How far a mixing tensor is from copying, how pseudo-heads differ, and how many sources it uses."""
-    values = np.asarray(tensor, np.float64)
-    heads, made, pseudo = values.shape
-    energy = np.linalg.svd(values.reshape(heads, made * pseudo), compute_uv=False) ** 2
-    share = energy[energy > 0] / energy.sum()
-    return MixingSummary(
-        from_copy=float(np.sqrt(np.mean((values - np.eye(heads, made)[:, :, None]) ** 2))),
-        spread=float(np.sqrt(np.mean(values.var(axis=2)))),
-        effective_rank=float(np.exp(-(share * np.log(share)).sum())),
-    )

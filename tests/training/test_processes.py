@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,40 @@ def test_a_signal_to_one_process_stops_both_and_another_number_of_processes_goes
     steps = max(step for step, _ in series(run))
     assert 3 <= steps < 60
     assert_same(alone(run, mesh=MeshConfig(fsdp=4, tensor=2)), expected)
+
+
+@pytest.mark.slow
+def test_a_signal_to_both_processes_stops_both_and_the_run_goes_on_in_two_or_one(plain, cache):
+    """Ended by a preemption of all machines at once; the second half has the same mesh, or one process and another."""
+    first_mesh, other_mesh = MeshConfig(data=2, fsdp=4), MeshConfig(fsdp=2, context=2, tensor=2)
+    plain = dataclasses.replace(plain, steps=60, mesh=first_mesh)
+    whole = dataclasses.replace(plain, name="whole")
+    with Launch(whole, 2, 4, cache) as launch:
+        assert launch.finish() == [0, 0], launch.output(0) + launch.output(1)
+    run = dataclasses.replace(plain, name="stopped")
+    with Launch(run, 2, 4, cache) as launch:
+        launch.wait_for("step 3/60")
+        for process in launch.processes:
+            process.send_signal(signal.SIGTERM)
+        assert launch.finish() == [128 + signal.SIGTERM] * 2, launch.output(0) + launch.output(1)
+        outputs = [launch.output(i) for i in range(2)]
+    assert "SIGTERM received by process" in outputs[0]  # the first to be heard; process 0 speaks for all
+    for output in outputs:
+        assert "Traceback" not in output
+        assert "error: " not in output
+    assert "saved step" in outputs[0].splitlines()[-1]
+    saved = max(int(p.name) for p in (run.run_directory / "checkpoints").iterdir() if p.name.isdigit())
+    assert 3 <= saved < 60
+    assert max(step for step, _ in series(run)) <= saved
+    copy = dataclasses.replace(run, name="stopped-too")
+    shutil.copytree(run.run_directory, copy.run_directory)
+    expected = series(whole)
+    # As many processes and the same mesh: the same sums in the same order.
+    with Launch(run, 2, 4, cache) as launch:
+        assert launch.finish() == [0, 0], launch.output(0) + launch.output(1)
+        assert f"resuming {run.run_directory} at step {saved}" in launch.output(0)
+    assert series(run) == expected
+    assert_same(alone(copy, mesh=other_mesh), expected)
 
 
 @pytest.mark.slow

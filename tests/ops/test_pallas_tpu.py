@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxpr_as_fun
 
 from iha_jax import Rope
-from iha_jax.ops import pallas_tpu, pallas_tpu_cost, pallas_tpu_plan, pallas_tpu_tile, tuning
+from iha_jax.ops import pallas_tpu, pallas_tpu_base, pallas_tpu_cost, pallas_tpu_plan, pallas_tpu_tile, tuning
 from iha_jax.ops import pallas_tpu_prepare as prepare
 from iha_jax.ops.arguments import validate
 from iha_jax.ops.block_sizes import Sizes
@@ -82,6 +82,44 @@ def test_long_sequences(spec, kind, atleast):
     for name, size in atleast.items():
         assert getattr(found, name) >= size, f"{name}={getattr(found, name)}: the case misses its point"
     assert_equals_blockwise(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mixes"),
+    [
+        ({"N": 2, "P": 20, "window": 3}, False),
+        pytest.param({"N": 4, "P": 3, "window": 4, "T": 50, "S": 50, "B": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"N": 4, "P": 2, "window": 9, "T": 50, "S": 50, "causal": None}, False, marks=pytest.mark.slow),
+        pytest.param({"N": 2, "P": 20, "window": 3}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_with_and_without_pseudo_values(monkeypatch, changes, mixes):
+    spec = variant(**{"T": 40, "S": 40, **changes})
+    monkeypatch.setattr(pallas_tpu_plan, "_mixes_values", lambda spec: mixes)
+    found = pallas_tpu.spec_of(arguments(spec))
+    assert found.kind == "local"
+    assert found.mixes_values == mixes
+    assert_equals_blockwise(spec)
+
+
+@pytest.mark.parametrize(("pseudo", "heads"), [(20, 20), (4, 16), (8, 8)])
+def test_pieces_and_rows_by_token_are_undone(pseudo, heads):
+    """Inner products agree with those of the transposes, and every row of a unit has its token's own sum."""
+    spec = variant(T=64, S=64, N=heads, K=heads, P=pseudo, window=pseudo)
+    found = pallas_tpu.spec_of(arguments(spec))
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(found.tile, 128)).astype(np.float32)
+    units = rng.normal(size=(found.query_groups * found.unit, 128)).astype(np.float32)
+    g = found.query_group
+    by_hand = units.reshape(found.query_groups, found.unit // g, g, 128).sum(1).reshape(found.tile, 128)
+    repeated = np.repeat(tokens.reshape(found.query_groups, 1, g, 128), found.unit // g, axis=1)
+
+    def both(x, y):
+        return pallas_tpu_base.per_token(found, x), pallas_tpu_base.per_unit_row(found, y)
+
+    summed, spread = jax.jit(both)(units, tokens)
+    np.testing.assert_allclose(summed, by_hand, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(spread, repeated.reshape(units.shape))
 
 
 @pytest.mark.slow

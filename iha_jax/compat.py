@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.core
-from jax._src import clusters, distributed
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
@@ -54,6 +53,8 @@ def is_concrete(x: jax.Array) -> bool:
 
 def coordination_client() -> Any:
     """The client of the service that `jax.distributed.initialize` connects to; JAX has no public name for it."""
+    from jax._src import distributed  # private: only runs of several processes depend on it
+
     return distributed.global_state.client
 
 
@@ -62,6 +63,8 @@ def cluster_processes() -> int | None:
 
     JAX itself would raise only after it was asked to connect.
     """
+    from jax._src import clusters  # private, as above
+
     for cluster in clusters.ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
             return cluster.get_process_count()

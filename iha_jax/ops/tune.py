@@ -166,6 +166,17 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
+def positive(text: str) -> int:
+    """A size or count from the command line.
+
+    Raises:
+      argparse.ArgumentTypeError: if it is no positive whole number.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m iha_jax.ops.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -177,14 +188,14 @@ def _parser() -> argparse.ArgumentParser:
         "pseudo": "P, pseudo-heads",
         "head-dim": "H",
     }.items():
-        parser.add_argument(f"--{name}", type=int, required=True, help=text)
-    parser.add_argument("--kv-heads", type=int, help="K, by default N")
-    parser.add_argument("--window", type=int, help="W in tokens, by default none")
+        parser.add_argument(f"--{name}", type=positive, required=True, help=text)
+    parser.add_argument("--kv-heads", type=positive, help="K, by default N")
+    parser.add_argument("--window", type=positive, help="W in tokens, by default none")
     parser.add_argument("--causal", choices=["virtual", "token", "none"], default="virtual")
     parser.add_argument("--rope", choices=["virtual", "token", "none"], default="virtual")
     parser.add_argument("--collapse", choices=["per_head", "across_heads"], default="per_head")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=10, help="turns, of which the median counts")
+    parser.add_argument("--repeats", type=positive, default=10, help="turns, of which the median counts")
     parser.add_argument("--out", type=Path, help="the table, by default the one that is read")
     parser.add_argument("--dry-run", action="store_true", help="measure and print only")
     return parser

@@ -142,9 +142,17 @@ def test_a_dry_run_writes_nothing(table, capsys):
     assert "x  default" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["batch", "tokens", "heads", "pseudo", "head-dim", "kv-heads", "window", "repeats"])
+@pytest.mark.parametrize("value", ["0", "-1", "2.5"])
+def test_sizes_are_positive_whole_numbers(table, capsys, name, value):
+    with pytest.raises(SystemExit):
+        tune.main([*COMMAND, f"--{name}={value}"])
+    assert f"--{name}: expected a positive whole number, got '{value}'" in capsys.readouterr().err
+
+
 def test_the_command_names_bad_arguments(table):
-    with pytest.raises(SystemExit, match=r"error: .*window"):
-        tune.main([*COMMAND, "--window", "0"])
+    with pytest.raises(SystemExit, match=r"error: .*kv_heads|error: .*K=3"):
+        tune.main([*COMMAND, "--kv-heads", "3"])
     table.parent.mkdir()
     table.write_text("mine")
     with pytest.raises(SystemExit, match=r"error: .*not a table"):

@@ -283,7 +283,7 @@ def test_wrong_commands(run, tmp_path, arguments, message):
 
 
 @pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
-@pytest.mark.parametrize("width", [1280, 375])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 375])
 def test_the_page_in_a_browser(page, width):
     with browser.Browser(width, 900, phone=width < 500) as chromium:
         chromium.open(page.as_uri())

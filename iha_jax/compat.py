@@ -53,7 +53,7 @@ def is_concrete(x: jax.Array) -> bool:
 
 def coordination_client() -> Any:
     """The client of the service that `jax.distributed.initialize` connects to; JAX has no public name for it."""
-    from jax._src import distributed  # private: only runs of several processes depend on it
+    from jax._src import distributed  # private: looked up here, so that importing the layer does not depend on it
 
     return distributed.global_state.client
 

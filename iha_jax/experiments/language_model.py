@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from iha_jax.data import DataConfig, SourceConfig
 from iha_jax.data.tasks import MultiKeyRecall
 from iha_jax.experiments.comparison import Outcome, Progress
-from iha_jax.experiments.snapshot import load_snapshot, save_snapshot
+from iha_jax.experiments.snapshot import Snapshots
 from iha_jax.experiments.text import Text, load_text
 from iha_jax.models import ModelConfig, Transformer
 from iha_jax.training.config import OptimizerConfig, TrainConfig
@@ -25,9 +25,6 @@ from iha_jax.training.optimizer import make_optimizer
 from iha_jax.training.state import ModelFunctions, Params
 from iha_jax.training.step import token_losses
 from iha_jax.viz import layer_inputs, pictures_of
-
-_SECONDS_BETWEEN_SNAPSHOTS = 5
-"""What an interruption costs at most, beside the steps between two evaluations."""
 
 Rows = Mapping[str, Array]
 """int32 "inputs" and "targets", float32 "weights", each ``[..., B, T]``."""
@@ -297,8 +294,8 @@ class _Run:
         self.params, self.optimizer = programs.init(jax.random.key(seed))
         self.step, self.seconds = 0, 0.0
         self.curves: dict[str, list[tuple[int, float]]] = {}
-        self._file, self._saved = file, time.monotonic()
-        found = load_snapshot(file, (self.params, self.optimizer))
+        self._file = Snapshots(file)
+        found = self._file.load((self.params, self.optimizer))
         if found is not None:
             (self.params, self.optimizer), meta = found
             self.step, self.seconds = meta["step"], meta["seconds"]
@@ -312,11 +309,8 @@ class _Run:
 
     def save(self) -> None:
         """Writes the file, every few seconds at most."""
-        if time.monotonic() - self._saved < _SECONDS_BETWEEN_SNAPSHOTS:
-            return
         meta = {"step": self.step, "seconds": self.seconds, "curves": self.curves}
-        save_snapshot(self._file, (self.params, self.optimizer), meta)
-        self._saved = time.monotonic()
+        self._file.save((self.params, self.optimizer), meta)
 
 
 def _text_rows(windows: np.ndarray) -> dict[str, np.ndarray]:

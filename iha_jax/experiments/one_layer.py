@@ -16,14 +16,11 @@ from jaxtyping import Array, Float, Int, Key
 from iha_jax.data.tasks import RelationComposition
 from iha_jax.experiments.comparison import Outcome, Progress
 from iha_jax.experiments.encoder_flops import encoder_flops_per_token
-from iha_jax.experiments.snapshot import load_snapshot, save_snapshot
+from iha_jax.experiments.snapshot import Snapshots
 from iha_jax.models.encoder import Encoder, EncoderConfig
 from iha_jax.training.optimizer import kind_of
 from iha_jax.training.state import ModelFunctions, Params
 from iha_jax.viz import attention_patterns
-
-_SECONDS_BETWEEN_SNAPSHOTS = 5
-"""What an interruption costs at most, beside the epoch it falls into."""
 
 Data = tuple[tuple[Array, Array], ...]
 """Inputs and targets, int8 ``[examples, m²]``, for every size m."""
@@ -256,9 +253,8 @@ class _Run:
         self.curves: dict[str, list[float]] = {
             name: [] for name in ("training loss", "validation loss", "validation accuracy")
         }
-        self._file = file
-        self._saved = time.monotonic()
-        found = load_snapshot(file, (self.params, self.optimizer, self.best))
+        self._file = Snapshots(file)
+        found = self._file.load((self.params, self.optimizer, self.best))
         if found is not None:
             (self.params, self.optimizer, self.best), meta = found
             self.epoch, self.best_epoch, self.best_loss = meta["epoch"], meta["best_epoch"], meta["best_loss"]
@@ -278,8 +274,5 @@ class _Run:
 
     def save(self) -> None:
         """Writes the file, every few seconds at most."""
-        if time.monotonic() - self._saved < _SECONDS_BETWEEN_SNAPSHOTS:
-            return
         meta = {name: getattr(self, name) for name in ("epoch", "best_epoch", "best_loss", "seconds", "curves")}
-        save_snapshot(self._file, (self.params, self.optimizer, self.best), meta)
-        self._saved = time.monotonic()
+        self._file.save((self.params, self.optimizer, self.best), meta)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 _META = "meta"
+
+_SECONDS_BETWEEN = 5
+"""What an interruption costs at most, beside the work between two calls of `Snapshots.save`."""
 
 
 def write_atomically(file: pathlib.Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -58,3 +62,20 @@ def load_snapshot(file: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]] |
     if [x.shape for x in found] != [x.shape for x in leaves]:
         raise ValueError(f"{file} is a snapshot of another model: delete it, or choose another output directory")
     return jax.tree.unflatten(structure, [jnp.asarray(x) for x in found]), meta
+
+
+class Snapshots:
+    """The state of a run in one file, written every few seconds at most."""
+
+    def __init__(self, file: pathlib.Path):
+        self._file, self._saved = file, time.monotonic()
+
+    def load(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+        """As `load_snapshot`."""
+        return load_snapshot(self._file, like)
+
+    def save(self, state: Any, meta: dict[str, Any]) -> None:
+        """As `save_snapshot`, unless the last one is younger than that."""
+        if time.monotonic() - self._saved >= _SECONDS_BETWEEN:
+            save_snapshot(self._file, state, meta)
+            self._saved = time.monotonic()

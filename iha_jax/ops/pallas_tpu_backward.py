@@ -69,9 +69,7 @@ class Scratch(NamedTuple):
     d_value: Any  # float32 [k, buffer, Hv] ([kept groups, L*g, Hv])
     d_query_base: Any  # float32 [query groups, M*g, H]
     d_key_base: Any  # float32 [key groups, L*g, H]
-    d_value_base: (
-        Any  # float32 [key groups, L*g, Hv]; never mixed: float32 [n, pieces*tile, L*g], weights of base values
-    )
+    d_value_base: Any  # float32 [key groups, L*g, Hv], mixed only
     d_out: Any  # per head [n, groups*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
@@ -81,7 +79,9 @@ class Scratch(NamedTuple):
     weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
     d_scores: Any  # [2, rows, chunk], local only
     unmixed_key: Any  # [k, rows, H], gradients of a departing tile's pseudo-keys before their rotation
-    unmixed_value: Any  # [k, rows, Hv]; never mixed: float32 [n, pieces*tile, L*g], d_out times base values
+    unmixed_value: Any  # [k, rows, Hv], mixed only
+    d_base_weights: Any  # float32 [n, pieces*tile, L*g], d_out times base values, never mixed only
+    base_weights: Any  # likewise: all heads' weights of base values
 
 
 def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
@@ -126,27 +126,23 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
     )
     h, v = spec.head_dim, spec.value_dim
     dtype = jnp.dtype(spec.dtype)
+    mixes = spec.mixes_values
     if spec.across_heads:
         d_rows = (spec.query_groups, spec.out_base, v)
     else:
-        d_rows = (spec.heads, spec.query_groups * spec.unit if spec.mixes_values else spec.tile, v)
-    if spec.mixes_values:
+        d_rows = (spec.heads, spec.query_groups * spec.unit if mixes else spec.tile, v)
+    pieces = 0 if mixes else len(spec.pieces) * spec.tile
+    if mixes:
         of_weights = fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=dtype)
-        of_values = [
-            pltpu.VMEM((spec.key_groups, spec.key_base, v), F32),
-            pltpu.VMEM((spec.kv_heads, spec.rows, v), dtype),
-        ]
     else:
-        pieces = len(spec.pieces) * spec.tile
         of_weights = pltpu.VMEM((2, pieces, spec.piece_lanes), F32)
-        of_values = [pltpu.VMEM((spec.heads, pieces, spec.key_base), F32)] * 2
     scratch = [
         *fwd.buffers(spec),
         pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
         pltpu.VMEM(fwd.kept_values(spec), F32),
         pltpu.VMEM((spec.query_groups, spec.query_base, h), F32),
         pltpu.VMEM((spec.key_groups, spec.key_base, h), F32),
-        of_values[0],
+        fwd.only_if(mixes, spec.key_groups, spec.key_base, v),
         pltpu.VMEM(d_rows, F32),
         fwd.local_only(spec, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, spec.chunk),
@@ -156,7 +152,9 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         of_weights,
         fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=dtype),
         pltpu.VMEM((spec.kv_heads, spec.rows, h), dtype),
-        of_values[1],
+        fwd.only_if(mixes, spec.kv_heads, spec.rows, v, dtype=dtype),
+        fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
+        fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
     ]
     blocks = zip([*in_specs, *out_specs], (x.dtype for x in [*arrays, *out_shape]), strict=True)
     found = pl.pallas_call(
@@ -278,7 +276,7 @@ def _attend(
         _gather_units(spec, extra.d_out, scratch)
     else:
         d_out = base.gather_heads(spec, extra.d_out, scratch.d_out)
-        base.meet(spec, step, d_out, scratch.value, scratch.unmixed_value)
+        base.meet(spec, step, d_out, scratch.value, scratch.d_base_weights)
     size = g * spec.pseudo
 
     def keep(head, d_query, pseudo_out):
@@ -319,7 +317,7 @@ def _attend(
                     d_weights = chain.d_probabilities(tile.columns_of(part, at), part.weight_rows)
                     scratch.d_weights[slot, part.weight_rows, columns] = d_weights
             if not spec.mixes_values:
-                products = scratch.unmixed_value[head].astype(spec.dtype)
+                products = scratch.d_base_weights[head].astype(spec.dtype)
                 d_pieces = tile.dot(spec, products, weights.value[chain.kv], (1, 1))
                 scratch.d_weights[slot] = base.from_pieces(spec, d_pieces)
 
@@ -356,14 +354,14 @@ def _attend(
             chain = HeadChain(spec, head, weights, extra, scratch)
             if not spec.mixes_values:
                 pieces = scratch.weights[slot].astype(spec.dtype)
-                scratch.d_value_base[head] = tile.dot(spec, pieces, weights.value[chain.kv])
-                products = scratch.unmixed_value[head].astype(spec.dtype)
+                scratch.base_weights[head] = tile.dot(spec, pieces, weights.value[chain.kv])
+                products = scratch.d_base_weights[head].astype(spec.dtype)
                 out.mix_value[chain.kv] += tile.dot(spec, pieces, products, (0, 0))
             keep(head, *chain.spread(at, scratch.weights[slot], scratch.d_scores[slot]))
 
         tile.pipeline(spec.heads, spec.turns(480), score, exponentiate, reduce, spread)
         if not spec.mixes_values:
-            base.add_gradients(spec, step, scratch.d_value_base, d_out, scratch.d_value)
+            base.add_gradients(spec, step, scratch.base_weights, d_out, scratch.d_value)
     else:
         tile.for_each(spec.heads, one_head)
     h = spec.head_dim

@@ -129,7 +129,12 @@ def whole(x: Array) -> pl.BlockSpec:
 
 def local_only(spec: Spec, *shape: int, dtype: Any = F32):
     """Scratch memory that only the local kernels use."""
-    return pltpu.VMEM(shape if spec.kind == "local" else (*[1] * (len(shape) - 2), 16, 128), dtype)
+    return only_if(spec.kind == "local", *shape, dtype=dtype)
+
+
+def only_if(used: bool, *shape: int, dtype: Any = F32):
+    """Scratch memory, next to none if it is not used."""
+    return pltpu.VMEM(shape if used else (*[1] * (len(shape) - 2), 16, 128), dtype)
 
 
 def input_specs(spec: Spec, tokens: Tokens, weights: Weights) -> tuple[Tokens, Weights]:

@@ -267,7 +267,9 @@ class Spec:
             return rows * round_up(columns, LANES)
 
         query_rows, key_rows = self.query_group * self.pseudo, self.key_group * self.pseudo
-        mixing = self.heads * matrix(query_rows, self.query_base) + 2 * self.kv_heads * matrix(key_rows, self.key_base)
+        value_rows = key_rows if mixes_values else self.piece_lanes
+        mixing = self.heads * matrix(query_rows, self.query_base)
+        mixing += self.kv_heads * matrix(key_rows + value_rows, self.key_base)
         if self.across_heads:
             collapse = self.heads * matrix(self.out_base, query_rows) * f32
         else:
@@ -277,7 +279,6 @@ class Spec:
         # Operands of the tile and tables of rotations come in two buffers, indices in whole registers.
         total = 2 * self.tile * (heads * size + 4 * h * f32) + mixing * size + collapse
         total += SUBLANES * (2 * self.rows + self.chunk * (2 if local else self.chunks)) * f32
-        # Kept values, and their gradients or of their unmixed tile.
         kept = self.kv_heads * self.buffer * v if mixes_values else self.kept_groups * self.key_base * v
         pieces = 0 if mixes_values else len(self.pieces) * self.tile
         collapsed = self.heads * matrix(pieces, self.key_base)
@@ -297,7 +298,9 @@ class Spec:
             return total
         total += 2 * self.tile * (heads * jnp.dtype(self.gradient_dtype).itemsize + self.key_sources * (h + v) * size)
         turned = self.query_base * round_up(self.heads * query_rows, LANES)
-        turned += 2 * self.key_base * round_up(self.kv_heads * key_rows, LANES)
+        turned += (2 if mixes_values else 1) * self.key_base * round_up(self.kv_heads * key_rows, LANES)
+        if not mixes_values:
+            total += 2 * self.kv_heads * matrix(value_rows, self.key_base) * f32
         total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
         total += self.kv_heads * self.buffer * h * f32 + kept * f32 + base * f32
         total += self.kv_heads * self.rows * (h + (v if mixes_values else 0)) * size

@@ -1,10 +1,46 @@
 """A comparison whose experiments take no time, and whose numbers are known."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 
-from iha_jax.experiments import Comparison, Entry, Metric, Outcome
+from iha_jax.experiments import Comparison, Entry, Metric, Outcome, snapshot
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it."""
+
+
+def assert_kills_change_nothing(experiment, directory, monkeypatch):
+    """Runs once in one go, and once killed after every evaluation but the first since it was started.
+
+    Returns:
+      The outcome, and how often the second run was started.
+    """
+    monkeypatch.setattr(snapshot, "_SECONDS_BETWEEN", 0)
+    for name in ("whole", "killed"):
+        (directory / name).mkdir()
+    whole = experiment.run(2, directory / "whole", lambda line: None)
+    starts, killed = 0, None
+    while killed is None:
+        lines = 0
+
+        def progress(line):
+            nonlocal lines
+            lines += 1
+            if lines == 2:
+                raise Killed  # its first evaluation is saved, this one is lost
+
+        starts += 1
+        with contextlib.suppress(Killed):
+            killed = experiment.run(2, directory / "killed", progress)
+    assert killed.metrics == whole.metrics
+    assert killed.curves == whole.curves
+    assert killed.notes == whole.notes
+    for name, array in whole.arrays.items():
+        np.testing.assert_array_equal(killed.arrays[name], array)
+    return whole, starts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from iha_jax.training.cli import config_in
 from iha_jax.training.config import OptimizerConfig
 from iha_jax.training.flops import account
 from iha_jax.training.state import ModelFunctions
+from tests.experiments.grids import assert_kills_change_nothing
 
 T, SHIPPED = 16, pathlib.Path(__file__).parents[2] / "configs" / "compare_lm.py"
 # A collection of documents that are easily told apart: each is one letter, many times, with a byte beyond ASCII.
@@ -131,40 +132,12 @@ def test_losses_and_scores_by_hand(experiment):
         assert float(found.accuracy) == pytest.approx(hits[rows["weights"] > 0].mean(), rel=1e-5)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing may catch it."""
-
-
 @pytest.mark.parametrize("pattern", [("mha",), pytest.param(("iha", "mha"), marks=pytest.mark.slow)])
 def test_a_run_killed_after_every_evaluation_ends_with_the_same_numbers(experiment, pattern, tmp_path, monkeypatch):
     model = dataclasses.replace(experiment.model, pattern=pattern, num_layers=len(pattern))
     experiment = dataclasses.replace(experiment, model=model)
-    monkeypatch.setattr(language_model, "_SECONDS_BETWEEN_SNAPSHOTS", 0)
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "whole").mkdir()
-    whole = experiment.run(2, tmp_path / "whole", silent)
-    starts = 0
-    while True:
-        lines = 0
-
-        def progress(line):
-            nonlocal lines
-            lines += 1
-            if lines == 2:
-                raise Killed  # its first evaluation is saved, this one is lost
-
-        try:
-            starts += 1
-            killed = experiment.run(2, tmp_path / "killed", progress)
-            break
-        except Killed:
-            pass
+    whole, starts = assert_kills_change_nothing(experiment, tmp_path, monkeypatch)
     assert starts == 3
-    assert killed.metrics == whole.metrics
-    assert killed.curves == whole.curves
-    assert killed.notes == whole.notes
-    for name, array in whole.arrays.items():
-        np.testing.assert_array_equal(killed.arrays[name], array)
     losses = dict(whole.curves["training loss"])
     assert list(losses) == [2, 4, 6]
     assert losses[6] < losses[2]

@@ -13,6 +13,7 @@ from iha_jax.experiments import OneLayer, one_layer
 from iha_jax.experiments.encoder_flops import encoder_flops_per_token
 from iha_jax.experiments.snapshot import load_snapshot, save_snapshot
 from iha_jax.models import Encoder, EncoderConfig
+from tests.experiments.grids import assert_kills_change_nothing
 from tests.jaxpr_flops import matmul_flops
 
 SMALL = EncoderConfig(
@@ -106,37 +107,9 @@ def test_training_stops_early_and_tests_the_best(tmp_path):
     assert EXPERIMENT.run(1, tmp_path / "other", silent).metrics != outcome.metrics
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing may catch it."""
-
-
 def test_a_run_killed_after_every_epoch_ends_with_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(one_layer, "_SECONDS_BETWEEN_SNAPSHOTS", 0)
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    whole = EXPERIMENT.run(2, tmp_path / "whole", silent)
-    starts = 0
-    while True:
-        lines = 0
-
-        def progress(line):
-            nonlocal lines
-            lines += 1
-            if lines == 2:
-                raise Killed  # its first epoch is saved, this one is lost
-
-        try:
-            starts += 1
-            killed = EXPERIMENT.run(2, tmp_path / "killed", progress)
-            break
-        except Killed:
-            pass
+    _, starts = assert_kills_change_nothing(EXPERIMENT, tmp_path, monkeypatch)
     assert starts > 2
-    assert killed.metrics == whole.metrics
-    assert killed.curves == whole.curves
-    assert killed.notes == whole.notes
-    for name, array in whole.arrays.items():
-        np.testing.assert_array_equal(killed.arrays[name], array)
 
 
 def test_a_snapshot_of_another_model_is_refused(tmp_path):

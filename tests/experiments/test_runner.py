@@ -14,11 +14,7 @@ from iha_jax.experiments.compare import main
 from iha_jax.experiments.runner import cells, run_grid
 from iha_jax.experiments.snapshot import write_atomically
 from iha_jax.training.lock import RunLock
-from tests.experiments.grids import Known, comparison
-
-
-class Killed(BaseException):
-    """Not an Exception: nothing may catch it."""
+from tests.experiments.grids import Killed, Known, comparison
 
 
 def grid(output, progress=lambda line: None, what=None, seeds=2):

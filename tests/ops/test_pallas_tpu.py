@@ -102,6 +102,13 @@ def test_gradients_with_and_without_pseudo_values(monkeypatch, changes, mixes):
     assert_equals_blockwise(spec)
 
 
+@pytest.mark.parametrize(("shape", "mixes"), [((20, 20, 10), False), ((16, 8, 64), False), ((8, 4, 256), True)])
+def test_pseudo_values_are_made_where_that_is_less_work(shape, mixes):
+    heads, pseudo, window = shape
+    spec = variant(T=8 * window, S=8 * window, N=heads, K=heads, P=pseudo, window=window)
+    assert pallas_tpu.spec_of(arguments(spec)).mixes_values == mixes
+
+
 @pytest.mark.parametrize(("pseudo", "heads"), [(20, 20), (4, 16), (8, 8)])
 def test_pieces_and_rows_by_token_are_undone(pseudo, heads):
     """Inner products agree with those of the transposes, and every row of a unit has its token's own sum."""

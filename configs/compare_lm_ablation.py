@@ -5,8 +5,8 @@ Hardware:  one CPU core, about an hour and a half for three seeds
 Data:      as the reduced form of ``configs/compare_lm.py``
 Expected:  docs/comparison.md has what we found
 
-Each variant changes one thing of the reduced form's IHA layers (P = 2, window 8, both on virtual positions) and, unless its
-name says that the window is kept, keeps ``window * P^2``, on which the cost of the scores depends.
+Each variant changes one thing of the reduced form's IHA layers (P = 2, window 8, both on virtual positions) and,
+unless its name says that the window is kept, keeps ``window * P^2``, on which the cost of the scores depends.
 """
 
 import dataclasses
@@ -58,11 +58,11 @@ CONFIG = Comparison(
     entries=tuple(
         Entry(variant, entry.setting, experiment)
         for entry in COMPARED.entries
-        if entry.variant == BASELINE
+        if entry.variant == BASELINE and isinstance(entry.experiment, LanguageModel)
         for variant, experiment in variants(entry.experiment).items()
     ),
     metrics=COMPARED.metrics,
     baseline=BASELINE,
-    note="Four layers of IHA and a global one, width 64, four heads, rows of 64 bytes; data, steps and learning rate of "
-    "the reduced form of configs/compare_lm.py. Each variant changes one thing.",
+    note="Four layers of IHA and a global one, width 64, four heads, rows of 64 bytes; data, steps and learning rate "
+    "of the reduced form of configs/compare_lm.py. Each variant changes one thing.",
 )

@@ -19,6 +19,7 @@ ALLOWED = {
     "training": ("ops", "nn", "models", "data"),
     "evaluation": ("ops", "nn", "models", "data", "training"),
     "experiments": ("ops", "nn", "models", "data", "training", "viz"),
+    "generate": ("training", "evaluation"),
     "sharding": (),
     "compat": (),
     "theory": (),

@@ -20,7 +20,12 @@ from iha_jax.nn.talking_heads import TalkingHeadsAttention
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The normalisation of the configured kind over the model dimension."""
     norm = RMSNorm if config.norm == "rms" else LayerNorm
-    return norm(config.model_dim, dtype=config.compute_dtype, param_dtype=jnp.dtype(config.param_dtype))
+    return norm(
+        config.model_dim,
+        epsilon=config.norm_epsilon,
+        dtype=config.compute_dtype,
+        param_dtype=jnp.dtype(config.param_dtype),
+    )
 
 
 def make_attention(
@@ -36,7 +41,8 @@ def make_attention(
         "head_dim": config.dim_per_head,
         "window": config.window(kind),
         "normalize_qk": config.normalize_qk,
-        "use_bias": config.use_bias,
+        "use_bias": config.has_bias("qkv"),
+        "use_output_bias": config.has_bias("out"),
         "logits_soft_cap": config.logits_soft_cap,
         "dtype": config.compute_dtype,
         "param_dtype": jnp.dtype(config.param_dtype),
@@ -78,12 +84,15 @@ class Block(nnx.Module):
         keys = split_keys(rngs, "attention", "mlp")
         self.attention_norm = make_norm(config)
         self.attention = make_attention(config, kind, keys["attention"], depth)
+        for norm in (self.attention.query_norm, self.attention.key_norm):
+            if norm is not None:
+                norm.epsilon = config.norm_epsilon
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(
             config.model_dim,
             config.hidden_dim,
             kind=config.mlp,
-            use_bias=config.use_bias,
+            use_bias=config.has_bias("mlp"),
             dtype=config.compute_dtype,
             param_dtype=jnp.dtype(config.param_dtype),
             out_kernel_init=scaled(default_kernel_init, (2 * config.num_layers) ** -0.5),

@@ -15,6 +15,7 @@ NormKind = Literal["rms", "layer"]
 RematPolicy = Literal["none", "full", "dots"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 AttentionKind = Literal["iha", "mha", "local", "talking_heads", "differential", "simplicial"]
+Biased = Literal["qkv", "out", "mlp"]
 
 
 def _check_size(name: str, value: object) -> None:
@@ -117,6 +118,7 @@ class ModelConfig:
         to a multiple of 32 (gated), so that both have the same number of parameters.
       mlp: its kind; ``"swiglu"``, ``"geglu"`` and ``"reglu"`` are gated.
       norm: ``"rms"`` or ``"layer"``.
+      norm_epsilon: added to the mean square, or variance, in every normalisation.
       tied_embeddings: whether the logits use the embedding table.
       pattern: kinds of attention, repeated over the layers; a remainder at the end is fine. The paper's is four
         ``"iha"``, then one ``"mha"``.
@@ -131,6 +133,8 @@ class ModelConfig:
       normalize_qk: root-mean-square normalisation of queries and keys in every layer.
       logits_soft_cap: soft cap of attention logits, or None.
       use_bias: biases in every projection of attention and feed-forward network.
+      biases: where there are biases if not everywhere: ``"qkv"`` (query, key and value projections), ``"out"`` (the
+        attention's output), ``"mlp"``.
       dropout: rate of residual dropout, after each sub-layer and the embedding; used only in calls with a key.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -149,6 +153,7 @@ class ModelConfig:
     mlp_dim: int | None = None
     mlp: MLPKind = "gelu"
     norm: NormKind = "rms"
+    norm_epsilon: float = 1e-6
     tied_embeddings: bool = True
     pattern: tuple[AttentionKind, ...] = ("iha", "iha", "iha", "iha", "mha")
     iha: IHAConfig = IHAConfig()
@@ -161,6 +166,7 @@ class ModelConfig:
     normalize_qk: bool = False
     logits_soft_cap: float | None = None
     use_bias: bool = False
+    biases: tuple[Biased, ...] = ()
     dropout: float = 0.0
     dtype: DTypeName = "float32"
     param_dtype: DTypeName = "float32"
@@ -188,6 +194,10 @@ class ModelConfig:
             raise ValueError("pattern must name at least one kind of attention, got ().")
         for kind in self.pattern:
             _check_choice("pattern's entries", kind, get_args(AttentionKind))
+        for place in self.biases:
+            _check_choice("biases' entries", place, get_args(Biased))
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"norm_epsilon must be > 0, got {self.norm_epsilon}.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}.")
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
@@ -256,6 +266,10 @@ class ModelConfig:
     def num_cycled_layers(self) -> int:
         """Layers in whole cycles."""
         return self.num_repeats * len(self.pattern)
+
+    def has_bias(self, place: Biased) -> bool:
+        """Whether the projections at a place have biases."""
+        return self.use_bias or place in self.biases
 
     def uses(self, kind: AttentionKind) -> bool:
         """Whether any layer is of this kind."""

@@ -42,6 +42,13 @@ class TransformerCache:
         """The most tokens a row may take."""
         return (*self.cycle, *self.layers)[0].max_length
 
+    def take_rows(self, rows: Int[Array, "b"]) -> "TransformerCache":
+        """The caches of these rows, in this order; a row may come several times, as for several samples of a prompt."""
+        return TransformerCache(
+            cycle=jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self.cycle),
+            layers=jax.tree.map(lambda x: jnp.take(x, rows, axis=0), self.layers),
+        )
+
 
 class Transformer(nnx.Module):
     """A pre-norm decoder: embedding, blocks whose attention follows ``config.pattern``, norm, float32 logits.
@@ -158,7 +165,8 @@ class Transformer(nnx.Module):
         cache: TransformerCache,
         positions: Int[Array, "B t"] | None = None,
         segment_ids: Int[Array, "B t"] | None = None,
-    ) -> tuple[Float[Array, "B t V"], TransformerCache]:
+        logits_at: Int[Array, "B n"] | None = None,
+    ) -> tuple[Float[Array, "B n V"], TransformerCache]:
         """Continues each row by a chunk of any length.
 
         Args:
@@ -166,9 +174,11 @@ class Transformer(nnx.Module):
           cache: from `init_cache` or the previous call.
           positions: int32 ``[B, t]``; default continue each row.
           segment_ids: int32 ``[B, t]``; 0 is padding (right padding for ragged prompts). Default each row's last.
+          logits_at: int32 ``[B, n]``, places of the chunk whose logits are wanted: of a long prompt and a large
+            vocabulary, all would be most of the memory. Default all, ``n = t``.
 
         Returns:
-          Logits ``[B, t, V]`` in float32 and the new cache. A row that would pass ``max_length`` is NaN and
+          Logits ``[B, n, V]`` in float32 and the new cache. A row that would pass ``max_length`` is NaN and
           leaves the cache as it was, where lengths are traced.
 
         Raises:
@@ -197,6 +207,8 @@ class Transformer(nnx.Module):
         for block, layer_cache in zip(self.layers, cache.layers, strict=True):
             x, layer_cache = block.decode(x, layer_cache, positions, segment_ids)
             new_layers.append(layer_cache)
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
         logits = self.embedding.logits(self.final_norm(x))
         return logits, TransformerCache(cycle=new_cycle, layers=tuple(new_layers))
 

@@ -347,8 +347,8 @@ def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:
     d, n, k, h = config.model_dim, config.num_heads, config.kv_heads, config.dim_per_head
     f, ups = config.hidden_dim, _mlp_matrices(config) - 1
     count = d * h * (2 * n + 2 * k) + d * f * (ups + 1) + 2 * _norm_parameters(config)
-    if config.use_bias:
-        count += h * (n + 2 * k) + d + f * ups + d
+    count += h * (n + 2 * k) * config.has_bias("qkv") + d * config.has_bias("out")
+    count += (f * ups + d) * config.has_bias("mlp")
     if config.normalize_qk:
         count += 2 * h
     if kind == "talking_heads":
@@ -356,7 +356,7 @@ def _layer_parameters(config: ModelConfig, kind: AttentionKind) -> int:
     if kind == "differential":
         count += 4 * h + 2 * h + 1  # the vectors of λ, the norm of heads of 2 H, λ's start
     if kind == "simplicial":
-        count += 2 * k * h * (d + config.use_bias)
+        count += 2 * k * h * (d + config.has_bias("qkv"))
     if kind == "iha":
         collapse = n if config.iha.collapse == "per_head" else n * n
         count += config.pseudo_heads * (n * n + 2 * k * k + collapse)

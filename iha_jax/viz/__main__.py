@@ -5,15 +5,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import jax
-from flax import nnx
-
-from iha_jax.data import load_tokenizer
-from iha_jax.models import Transformer
-from iha_jax.training.checkpoint import load_params
-from iha_jax.training.cli import load
 from iha_jax.training.sample import prompt_ids
-from iha_jax.training.state import ModelFunctions
+from iha_jax.training.trained import open_trained
 from iha_jax.viz.views import look_at_model
 
 
@@ -25,11 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        run, step = _run_and_step(options.checkpoint)
-        config = load(str(run))
-        functions = ModelFunctions(nnx.eval_shape(lambda: Transformer(config.model, rngs=jax.random.key(0))))
-        step, params = load_params(run / "checkpoints", functions.params, step)
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        trained = open_trained(options.checkpoint)
+        config, tokenizer = trained.config, trained.tokenizer
         ids = prompt_ids(tokenizer, options.prompt)
         if ids.shape[1] > config.model.max_length:
             raise ValueError(
@@ -37,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         special = {tokenizer.bos_id: "start", tokenizer.eos_id: "end"}
         words = [special.get(int(i)) or tokenizer.decode([int(i)]) for i in ids[0]]
-        view = look_at_model(functions.merge(params), ids, words, title=f"Inside {config.name}, step {step}")
+        view = look_at_model(trained.model, ids, words, title=f"Inside {config.name}, step {trained.step}")
         options.out.write_text(view.page([f"Prompt: {options.prompt!r}"]), encoding="utf-8")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -59,13 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", required=True, help="text; pictures of more than a hundred tokens are hard to read")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help="the page, HTML")
     return parser
-
-
-def _run_and_step(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    path = path.expanduser()
-    if path.name.isdecimal() and path.parent.name == "checkpoints":
-        return path.parent.parent, int(path.name)
-    return path, None
 
 
 if __name__ == "__main__":

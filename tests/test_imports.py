@@ -15,7 +15,7 @@ ALLOWED = {
     "ops": (),
     "nn": ("ops",),
     "models": ("ops", "nn"),
-    "convert": ("ops", "nn", "models"),
+    "convert": ("ops", "nn", "models", "training"),
     "training": ("ops", "nn", "models", "data"),
     "evaluation": ("ops", "nn", "models", "data", "training"),
     "experiments": ("ops", "nn", "models", "data", "training", "viz"),
@@ -28,7 +28,7 @@ ALLOWED = {
     "__init__": ("ops", "nn"),
 }
 # Commands stand at the end of the way, whatever package they are of.
-COMMANDS = {"viz/__main__.py": ("data", "training")}
+COMMANDS = {"convert/__main__.py": ("data",), "viz/__main__.py": ("data", "training")}
 
 
 def sources():

@@ -205,13 +205,13 @@ class _NoOptimizer:
 
 def test_parameters_alone_are_read(run):
     functions = ModelFunctions(Transformer(MODEL, rngs=jax.random.key(1)))
-    step, params = load_params(run / "checkpoints", functions.params)
+    step, params = load_params(run, functions.params)
     assert step == 3
     jax.tree.map(np.testing.assert_array_equal, params, functions.params)
     with pytest.raises(FileNotFoundError, match=r"wanted 4, there are \[3\]"):
-        load_params(run / "checkpoints", functions.params, 4)
+        load_params(run, functions.params, 4)
     with pytest.raises(ValueError, match=r"another model: final_norm\.scale has shape"):
-        load_params(run / "checkpoints", {**functions.params, "final_norm.scale": jnp.zeros(5)})
+        load_params(run, {**functions.params, "final_norm.scale": jnp.zeros(5)})
 
 
 class Checker(html.parser.HTMLParser):

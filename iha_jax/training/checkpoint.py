@@ -32,6 +32,7 @@ from iha_jax.training.processes import Processes
 from iha_jax.training.state import Params, TrainState
 
 _LOG = logging.getLogger(__name__)
+_START = "params"
 _COUNTERS = ("step", "updates", "nonfinite", "nonfinite_total")
 
 
@@ -265,30 +266,52 @@ class _PositionRestore(ocp.args.CheckpointArgs):
     """Nothing need be said."""
 
 
-def load_params(directory: str | os.PathLike[str], target: Params, step: int | None = None) -> tuple[int, Params]:
-    """The parameters of a run's checkpoint, without optimizer and data.
+def load_params(run: str | os.PathLike[str], target: Params, step: int | None = None) -> tuple[int, Params]:
+    """The parameters of a run, without optimizer and data: of a checkpoint, or those that `save_params` put there.
 
     Args:
-      directory: a run's ``checkpoints``; it is left as it is.
-      target: path → parameter or its shape, of the same model.
-      step: of the checkpoint; None, the newest.
+      run: a run's directory; it is left as it is.
+      target: path → parameter or its shape, of the same model; an array's sharding is that of the result.
+      step: of the checkpoint; None, the newest, or if there is none the run's start.
 
     Returns:
-      The checkpoint's step, and path → parameter.
+      The checkpoint's step (0 for a start), and path → parameter.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ValueError: it is of another model.
     """
-    path = pathlib.Path(directory).absolute()
+    run = pathlib.Path(run).absolute()
+    path = run / "checkpoints"
     steps = sorted(int(p.name) for p in path.glob("*") if p.name.isdecimal() and (p / "params").is_dir())
+    start = run / _START
+    if not steps and step in (None, 0) and start.is_dir():
+        return 0, _read_params(start, target)
     if not steps or step not in (None, *steps):
         wanted_step = "any" if step is None else str(step)
         raise FileNotFoundError(f"no checkpoint in {path}: wanted {wanted_step}, there are {steps or 'none'}")
     step = steps[-1] if step is None else step
+    return step, _read_params(path / str(step) / "params", target)
+
+
+def save_params(run: str | os.PathLike[str], params: Params) -> None:
+    """Puts parameters into a run's directory as its start, all or nothing.
+
+    Raises:
+      FileExistsError: it has one; it is left as it is.
+    """
+    path = pathlib.Path(run).absolute() / _START
+    if path.exists():
+        raise FileExistsError(f"{path} is there already: give another directory")
+    with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
+        checkpointer.save(path, params)
+        checkpointer.wait_until_finished()
+
+
+def _read_params(path: pathlib.Path, target: Params) -> Params:
     with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
         # A path that the description lacks, or that has another shape: say so before arrays are read.
-        described: Any = checkpointer.metadata(path / str(step) / "params")
+        described: Any = checkpointer.metadata(path)
         tree = getattr(described, "item_metadata", described)
         tree = getattr(tree, "tree", tree)
         saved = {name: tuple(leaf.shape) for name, leaf in tree.items()}
@@ -296,12 +319,15 @@ def load_params(directory: str | os.PathLike[str], target: Params, step: int | N
         if saved != wanted:
             name = next(n for n in sorted({*saved, *wanted}) if saved.get(n) != wanted.get(n))
             raise ValueError(
-                f"checkpoint {step} in {path} is of another model: {name} has shape {saved.get(name)} there and "
+                f"{path} has the parameters of another model: {name} has shape {saved.get(name)} there and "
                 f"{wanted.get(name)} in this configuration"
             )
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device) for name, leaf in target.items()}
-        return step, checkpointer.restore(path / str(step) / "params", shapes)
+        shapes = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or device)
+            for name, leaf in target.items()
+        }
+        return checkpointer.restore(path, shapes)
 
 
 def one_error_per_failed_save() -> None:

@@ -242,6 +242,8 @@ class TrainConfig:
       name: of the run.
       directory: where runs live; this one's files are in directory/name.
       resume: "auto" continues a run found there, "must" demands one, "never" refuses one.
+      start_from: a run's directory, or one of its ``checkpoints/STEP``, whose parameters this run starts with, its
+        optimizer and data anew: for fine-tuning, or after ``python -m iha_jax.convert``. None starts at random.
       seed: of initialisation and dropout (the data has its own).
       steps: optimizer steps.
       batch_size: rows of an optimizer step, over all micro-batches and processes.
@@ -264,6 +266,7 @@ class TrainConfig:
     model: ModelConfig
     directory: str = "runs"
     resume: Literal["auto", "must", "never"] = "auto"
+    start_from: str | None = None
     seed: int = 0
     steps: int = 1000
     batch_size: int = 16

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from iha_jax.data import DataPipeline
-from iha_jax.training.checkpoint import Checkpoints
+from iha_jax.training.checkpoint import Checkpoints, load_params
 from iha_jax.training.config import DistributedConfig, TrainConfig
 from iha_jax.training.display import Display, status_line
 from iha_jax.training.evaluate import evaluate
@@ -29,6 +29,7 @@ from iha_jax.training.serialization import differences, from_json, to_json, to_p
 from iha_jax.training.signals import StopRequested, StopSignals
 from iha_jax.training.state import Params, TrainState
 from iha_jax.training.step import make_eval_step, split_micro_batches
+from iha_jax.training.trained import run_and_step
 
 # What may change between a run and its continuation without a word.
 _FREE_TO_CHANGE = ("directory", "resume", "log.", "checkpoint.", "sample.", "evaluation.", "distributed.")
@@ -114,6 +115,12 @@ class Trainer:
                 self.state, self._progress = restored.state, restored.progress
                 self._done = int(self.state.step)
                 self.display.message(f"resuming {directory} at step {self._done}")
+        elif config.start_from is not None:
+            # Its own place, not this run's: what is sharded is read sharded.
+            start, step = run_and_step(config.start_from)
+            step, params = load_params(start, self.state.params, step)
+            self.state = dataclasses.replace(self.state, params=params)
+            self.display.message(f"starting with the parameters of {start}, step {step}")
         writers: list[MetricsWriter] = []
         if self._processes.first:
             temporary = directory / "config.json.tmp"

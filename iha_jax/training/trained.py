@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from iha_jax.data.tokenizers import Tokenizer, load_tokenizer
-from iha_jax.models import Transformer
+from iha_jax.models import ModelConfig, Transformer
 from iha_jax.training.checkpoint import load_params
 from iha_jax.training.cli import load
 from iha_jax.training.config import TrainConfig
@@ -52,15 +52,15 @@ def open_trained(path: str | os.PathLike[str]) -> TrainedModel:
     """
     run, step = run_and_step(path)
     config = load(str(run))
-    functions = abstract_model(config)
-    step, params = load_params(run / "checkpoints", functions.params, step)
+    functions = abstract_model(config.model)
+    step, params = load_params(run, functions.params, step)
     return TrainedModel(config, step, functions, params, load_tokenizer(config.data.tokenizer))
 
 
-def abstract_model(config: TrainConfig) -> ModelFunctions:
+def abstract_model(config: ModelConfig) -> ModelFunctions:
     """The configured model with shapes in place of parameters."""
     make: Any = nnx.eval_shape  # any Flax module is made, whatever its type says
-    return ModelFunctions(make(lambda: Transformer(config.model, rngs=jax.random.key(0))))
+    return ModelFunctions(make(lambda: Transformer(config, rngs=jax.random.key(0))))
 
 
 def run_and_step(path: str | os.PathLike[str]) -> tuple[pathlib.Path, int | None]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from iha_jax.models import MHAConfig, ModelConfig, RopeConfig
-from iha_jax.models.config import Biased
 from iha_jax.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -39,11 +38,7 @@ def from_huggingface(config: Mapping[str, Any], dtype: str) -> ModelConfig:
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     window, local = _windows(config, kind, layers)
     attention_bias = kind == "qwen2" or bool(config.get("attention_bias", False))
-    biases: tuple[Biased, ...] = ("qkv",) if attention_bias else ()
-    if attention_bias and kind != "qwen2":
-        biases += ("out",)
-    if config.get("mlp_bias", False):
-        biases += ("mlp",)
+    places = {"qkv": attention_bias, "out": attention_bias and kind != "qwen2", "mlp": config.get("mlp_bias", False)}
     return ModelConfig(
         vocab_size=int(config["vocab_size"]),
         max_length=int(config.get("max_position_embeddings", 2048)),
@@ -60,7 +55,7 @@ def from_huggingface(config: Mapping[str, Any], dtype: str) -> ModelConfig:
         local=MHAConfig(window=window or 512),
         rope=_rope(config),
         normalize_qk=kind == "qwen3",
-        biases=biases,
+        biases=tuple(place for place, has in places.items() if has),  # pyright: ignore[reportArgumentType]
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         param_dtype=dtype,  # pyright: ignore[reportArgumentType]
     )

@@ -317,7 +317,7 @@ def test_yarn_of_both_spellings():
         ({"torch_dtype": "float8"}, "dtype must be float32, bfloat16 or float16, got 'float8'"),
         (
             {"intermediate_size": F + 1},
-            r"model.layers.0.mlp.gate_proj.weight must have shape \(41, 24\), got \(40, 24\)",
+            r"mlp.down_proj.weight must have shape \(24, 41\), got \(24, 40\)",
         ),
         ({"num_hidden_layers": L + 1}, "9 are missing, model.layers.3.input_layernorm.weight first"),
         ({"num_hidden_layers": L - 1}, "9 are unknown, model.layers.2.input_layernorm.weight first"),

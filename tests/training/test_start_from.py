@@ -4,7 +4,6 @@ import dataclasses
 
 import chex
 import jax
-import numpy as np
 import pytest
 
 from iha_jax.training.checkpoint import load_params, save_params
@@ -30,6 +29,7 @@ def run(config):
     return open_trained(config.run_directory)
 
 
+@pytest.mark.slow
 def test_parameters_are_another_runs_and_the_rest_is_new(tiny, capsys):
     first = run(tiny(steps=4))
     source = first.config.run_directory
@@ -66,6 +66,5 @@ def test_a_start_that_does_not_fit(tiny):
     save_params(config.run_directory.with_name("start"), {"a": jax.numpy.zeros(3)})
     with pytest.raises(ValueError, match=r"has the parameters of another model: a has shape \(3,\) there and None"):
         run(dataclasses.replace(config, start_from=str(config.run_directory.with_name("start"))))
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nowhere"):
         run(dataclasses.replace(config, start_from=str(config.run_directory.with_name("nowhere"))))
-    assert np.all([not (config.run_directory / "checkpoints" / "0").exists()])

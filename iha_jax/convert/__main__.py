@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from flax import traverse_util
 
@@ -99,7 +100,7 @@ def to_hf(options: argparse.Namespace) -> str:
     return f"{options.out}: step {trained.step} of {trained.config.name}"
 
 
-def _unstacked(params: Params, trained) -> Params:
+def _unstacked(params: Params, trained) -> Any:
     nested = traverse_util.unflatten_dict({tuple(_number(part) for part in k.split(".")): v for k, v in params.items()})
     flat = traverse_util.flatten_dict(unstack_parameters(nested, trained.config.model))
     return {".".join(map(str, path)): x for path, x in flat.items()}

@@ -7,12 +7,15 @@ can't be read is a counted skip: ``[i]`` gives None and ``skipped`` says why.
 import abc
 import collections
 import hashlib
+import json
 import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from iha_jax.data.chat import conversation_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,8 +61,14 @@ class Documents(abc.ABC):
         if first and reason != "empty":
             _LOG.warning("skipping a document (%s) at %s; further ones are only counted", reason, where)
 
-    def text_or_skip(self, index: int, text: Any, field: str, where: str) -> str | None:
-        """The text found in a record's field, or a skip."""
+    def text_or_skip(self, index: int, text: Any, field: str | None, where: str) -> str | None:
+        """The text found in a record's field, or a skip; of a whole record (no field) its conversation, as JSON."""
+        if field is None:
+            try:
+                return json.dumps(conversation_of(text), ensure_ascii=False)
+            except ValueError as error:
+                self.skip(index, str(error), where)
+                return None
         if isinstance(text, str) and text.strip():
             return text
         empty = text is None or isinstance(text, str)

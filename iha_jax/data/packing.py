@@ -5,7 +5,7 @@ A document of ids x_0 … x_n gives n pairs (x_i, x_{i+1}): inputs and targets a
 ids count the pieces in a row from 1 (0 is padding); positions restart at 0 in every piece.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grain
 import numpy as np
@@ -14,6 +14,10 @@ from iha_jax.data.documents import Documents, is_held_out
 from iha_jax.data.tokenizers import Tokenizer, document_ids
 
 Row = dict[str, np.ndarray]
+
+
+Encode = Callable[[str], Row | None]
+"""A document's pairs, with a column of weights or not; None where there is nothing to predict."""
 
 
 def document_pairs(tokenizer: Tokenizer, text: str) -> Row | None:
@@ -25,14 +29,14 @@ def document_pairs(tokenizer: Tokenizer, text: str) -> Row | None:
 class SplitPairs(grain.transforms.Map):
     """Keeps the documents of one split, as pairs; the others become None, which Grain passes over."""
 
-    def __init__(self, tokenizer: Tokenizer, held_out_fraction: float, held_out: bool):
-        self._tokenizer, self._fraction, self._held_out = tokenizer, held_out_fraction, held_out
+    def __init__(self, encode: Encode, held_out_fraction: float, held_out: bool):
+        self._encode, self._fraction, self._held_out = encode, held_out_fraction, held_out
 
     def map(self, element: str | None) -> Row | None:
         """Text to pairs."""
         if element is None or is_held_out(element, self._fraction) != self._held_out:
             return None
-        return document_pairs(self._tokenizer, element)
+        return self._encode(element)
 
 
 class CutPieces(grain.experimental.FlatMapTransform):
@@ -53,15 +57,16 @@ class CutPieces(grain.experimental.FlatMapTransform):
         ]
 
 
-def packed_rows(pairs: grain.IterDataset, length: int, packing: str) -> grain.IterDataset:
+def packed_rows(pairs: grain.IterDataset, length: int, packing: str, weighted: bool = False) -> grain.IterDataset:
     """Rows {inputs, targets, segment_ids, positions}, int32 [T], of a dataset of pairs.
 
     Args:
-      pairs: elements {inputs [n], targets [n]}.
+      pairs: elements {inputs [n], targets [n]}, and "weights" [n] if they are weighted.
       length: T.
       packing: "split" or "fit", see ``DataConfig.packing``.
+      weighted: whether the elements have weights; rows have them then too.
     """
-    struct = {"inputs": length, "targets": length}
+    struct = {"inputs": length, "targets": length} | ({"weights": length} if weighted else {})
     if packing == "split":
         rows = grain.experimental.ConcatThenSplitIterDataset(pairs, length_struct=struct)
     elif packing == "fit":
@@ -79,6 +84,7 @@ def _rename(packed: Row) -> Row:
         "targets": packed["targets"].astype(np.int32),
         "segment_ids": packed["inputs_segment_ids"].astype(np.int32),
         "positions": packed["inputs_positions"].astype(np.int32),
+        **({"weights": packed["weights"].astype(np.float32)} if "weights" in packed else {}),
     }
 
 
@@ -118,7 +124,7 @@ def restarting_positions(segment_ids: np.ndarray) -> np.ndarray:
     return np.where(segment_ids > 0, index - np.maximum.accumulate(np.where(starts, index, 0)), 0).astype(np.int32)
 
 
-def bytes_per_target(documents: Documents, tokenizer: Tokenizer, fraction: float, held_out: bool, limit: int) -> float:
+def bytes_per_target(documents: Documents, encode: Encode, fraction: float, held_out: bool, limit: int) -> float:
     """UTF-8 bytes of text per predicted token of a split, from the first ``limit`` bytes of its documents.
 
     Bits per byte follow from it for any tokenizer: nats per token / ln 2 / bytes per token.
@@ -129,7 +135,7 @@ def bytes_per_target(documents: Documents, tokenizer: Tokenizer, fraction: float
         if text is None or is_held_out(text, fraction) != held_out:
             continue
         size += len(text.encode("utf-8", errors="surrogatepass"))
-        targets += len(document_ids(tokenizer, text)) - 1
+        targets += 0 if (pairs := encode(text)) is None else len(pairs["inputs"])
         if size >= limit:
             break
     return size / targets if targets else 1.0

@@ -6,6 +6,7 @@ A batch is a dict of arrays [rows, T]: ``inputs``, ``targets``, ``segment_ids``,
 
 import collections
 import dataclasses
+import functools
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ import grain
 import numpy as np
 
 from iha_jax.data.bigram import Bigram
+from iha_jax.data.chat import ChatEncoder, load_template
 from iha_jax.data.config import DataConfig, SourceConfig
 from iha_jax.data.documents import Documents
 from iha_jax.data.iterator import BatchIterator
 from iha_jax.data.lanes import IndexedLane, IteratedLane, Lane, LaneBatches
-from iha_jax.data.packing import Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
+from iha_jax.data.packing import Encode, Row, SplitPairs, bytes_per_target, document_pairs, packed_rows
 from iha_jax.data.rows import Manifest
 from iha_jax.data.sources import open_documents
 from iha_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -72,7 +74,7 @@ class DataPipeline:
             self.config.streams,
             rows,
             range(rows) if own is None else own,
-        ).map(_with_weights)
+        )
         if self.config.prefetch:
             batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self.config.prefetch)
         return BatchIterator(batches)
@@ -120,7 +122,7 @@ class DataPipeline:
                 yield {name: row[name][kept] for name in ("inputs", "targets")}
             return
         documents = self._documents[source]
-        split = SplitPairs(self.tokenizer, self.config.held_out_fraction, held_out=False)
+        split = SplitPairs(self._encode(source), self.config.held_out_fraction, held_out=False)
         for index in range(len(documents)):
             if (pair := split.map(documents[index])) is not None:
                 yield pair
@@ -147,23 +149,31 @@ class DataPipeline:
         data = data.seed(config.seed + zlib.crc32(repr(dataclasses.replace(source, weight=1.0)).encode()))
         data = (data.shuffle() if config.shuffle else data).repeat()[lane :: config.streams]
         if packed:
-            return IndexedLane(data)
+            return IndexedLane(data.map(_with_weights))
         # Lanes are packed apart: otherwise a long document would fill whole batches, and the rows of a batch would all
         # be alike.
-        return IteratedLane(self._packed_online(data, held_out=False))
+        return IteratedLane(self._packed_online(source, data, held_out=False).map(_with_weights))
 
     def _held_out_dataset(self, source: SourceConfig) -> grain.IterDataset:
         """Rows of the held-out split of one source, once and in order."""
         if source.kind == "packed":
             return self._packed(source, held_out=True).to_iter_dataset()
-        return self._packed_online(grain.MapDataset.source(self._documents[source]), held_out=True)
+        return self._packed_online(source, grain.MapDataset.source(self._documents[source]), held_out=True)
 
-    def _packed_online(self, documents: grain.MapDataset, held_out: bool) -> grain.IterDataset:
+    def _packed_online(self, source: SourceConfig, documents: grain.MapDataset, held_out: bool) -> grain.IterDataset:
         config = self.config
-        pairs = documents.map(SplitPairs(self.tokenizer, config.held_out_fraction, held_out))
+        pairs = documents.map(SplitPairs(self._encode(source), config.held_out_fraction, held_out))
         # One reader each: cheap to open, and the order of skips is the order of documents.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        return packed_rows(pairs.to_iter_dataset(options), config.sequence_length, config.packing)
+        chat = source.format == "chat"
+        return packed_rows(pairs.to_iter_dataset(options), config.sequence_length, config.packing, weighted=chat)
+
+    def _encode(self, source: SourceConfig) -> Encode:
+        """What makes pairs of a source's documents."""
+        if source.format == "text":
+            return functools.partial(document_pairs, self.tokenizer)
+        template = load_template(self.config.chat_template, self.config.tokenizer)
+        return ChatEncoder(self.tokenizer, template, self.config.sequence_length)
 
     def _packed(self, source: SourceConfig, held_out: bool) -> grain.MapDataset:
         manifest = self._manifests[source]
@@ -192,7 +202,7 @@ class DataPipeline:
         if source.kind == "packed":
             return self._manifests[source].bytes_per_target("held_out")
         fraction = self.config.held_out_fraction
-        return bytes_per_target(self._documents[source], self.tokenizer, fraction, True, _SAMPLE_BYTES)
+        return bytes_per_target(self._documents[source], self._encode(source), fraction, True, _SAMPLE_BYTES)
 
 
 def _with_weights(row: Row) -> Row:

@@ -21,19 +21,24 @@ def open_documents(source: SourceConfig) -> Documents:
       ValueError: there is no document at all, or a column is missing.
       ImportError: a package that reads the format is missing, naming the extra.
     """
+    field = None if source.format == "chat" else source.text_field
     if source.kind == "stdlib":
         return TextFiles(stdlib_paths())
     if source.kind == "hub":
-        return HubDataset(source.path, source.subset, source.split, source.text_field)
+        return HubDataset(source.path, source.subset, source.split, field)
     if source.kind != "files":
         raise ValueError(f"a source of kind {source.kind!r} holds rows, not documents")
     paths = _expand(source.path)
     parts: list[Documents] = []
     if jsonl := [p for p in paths if p.endswith(_JSONL)]:
-        parts.append(JsonLines(jsonl, source.text_field))
+        parts.append(JsonLines(jsonl, field))
     if parquet := [p for p in paths if p.endswith(".parquet")]:
-        parts.append(ParquetFiles(parquet, source.text_field))
+        parts.append(ParquetFiles(parquet, field))
+    if field is None and len(parts) == 0:
+        raise ValueError(f"{source.path!r} holds no .jsonl or .parquet file, which conversations are read from")
     if text := [p for p in paths if not p.endswith((*_JSONL, ".parquet"))]:
+        if field is None:
+            raise ValueError(f"conversations are read from .jsonl and .parquet files, got {text[0]!r} too")
         parts.append(TextFiles(text))
     documents = parts[0] if len(parts) == 1 else Concatenated(parts)
     if len(documents) == 0:

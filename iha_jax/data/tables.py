@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from iha_jax.data.chat import CHAT_FIELDS
 from iha_jax.data.documents import Documents
 
 
 class ParquetFiles(Documents):
-    """One document a row, of one column. Whole row groups are read; the last few are kept."""
+    """One document a row: of one column, or without one its conversation. Whole row groups are read; a few are kept."""
 
     _KEEP = 4
 
-    def __init__(self, paths: Sequence[str], field: str):
+    def __init__(self, paths: Sequence[str], field: str | None):
         super().__init__()
         parquet = _pyarrow_parquet()
         self._paths, self._field = tuple(paths), field
@@ -22,8 +23,9 @@ class ParquetFiles(Documents):
         for i, path in enumerate(paths):
             metadata = parquet.read_metadata(path)
             names = metadata.schema.to_arrow_schema().names
-            if field not in names:
-                raise ValueError(f"{path} has no column {field!r}, only {names}: set text_field")
+            if not wanted_columns(field, names):
+                wanted = f"column {field!r}, only {names}: set text_field" if field else f"conversations, only {names}"
+                raise ValueError(f"{path} has no {wanted}")
             groups += [(i, g, metadata.row_group(g).num_rows, metadata.row_group(g).total_byte_size)
                        for g in range(metadata.num_row_groups)]  # fmt: skip
         self._groups = np.asarray(groups, np.int64).reshape(-1, 4)
@@ -51,7 +53,9 @@ class ParquetFiles(Documents):
                 return self._cache[group]
         file, number = self._paths[self._groups[group, 0]], int(self._groups[group, 1])
         with _pyarrow_parquet().ParquetFile(file) as parquet:
-            column = parquet.read_row_group(number, columns=[self._field]).column(0).to_pylist()
+            columns = wanted_columns(self._field, parquet.schema_arrow.names)
+            table = parquet.read_row_group(number, columns=columns)
+            column = table.to_pylist() if self._field is None else table.column(0).to_pylist()
         with self._lock:
             self._cache[group] = column
             while len(self._cache) > self._KEEP:
@@ -63,28 +67,39 @@ class ParquetFiles(Documents):
 
 
 class HubDataset(Documents):
-    """A Hugging Face dataset's column."""
+    """A Hugging Face dataset's column, or its conversations."""
 
-    def __init__(self, name: str, subset: str | None, split: str, field: str):
+    def __init__(self, name: str, subset: str | None, split: str, field: str | None):
         super().__init__()
         try:
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("source kind 'hub' needs the package 'datasets': pip install 'iha-jax[data]'") from error
         self._data = datasets.load_dataset(name, subset, split=split)
-        if field not in self._data.column_names:
-            raise ValueError(f"dataset {name!r} has no column {field!r}, only {self._data.column_names}")
+        if not wanted_columns(field, self._data.column_names):
+            wanted = "conversations" if field is None else f"column {field!r}"
+            raise ValueError(f"dataset {name!r} has no {wanted}, only {self._data.column_names}")
         self._name, self._field = name, field
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> str | None:
-        return self.text_or_skip(index, self._data[index][self._field], self._field, f"{self._name}, row {index}")
+        record = self._data[index]
+        value = record if self._field is None else record[self._field]
+        return self.text_or_skip(index, value, self._field, f"{self._name}, row {index}")
 
     def sizes(self) -> np.ndarray:
         """A nominal size: the dataset doesn't say."""
         return np.full(len(self), 1024, np.int64)
+
+
+def wanted_columns(field: str | None, names: Sequence[str]) -> list[str]:
+    """The columns to read: the field's, or without one those that conversations are made of; [] if there is none."""
+    if field is not None:
+        return [field] if field in names else []
+    found = [name for name in CHAT_FIELDS if name in names]
+    return found if found != ["system"] else []
 
 
 def _pyarrow_parquet() -> Any:

@@ -73,9 +73,9 @@ class TextFiles(_FileSpans):
 
 
 class JsonLines(_FileSpans):
-    """One document a line, under one key."""
+    """One document a line: the text under one key, or without a key the line's conversation."""
 
-    def __init__(self, paths: Sequence[str], field: str, max_document_bytes: int = MAX_DOCUMENT_BYTES):
+    def __init__(self, paths: Sequence[str], field: str | None, max_document_bytes: int = MAX_DOCUMENT_BYTES):
         self._field, self._max_document_bytes = field, max_document_bytes
         starts, stops = zip(*map(_line_spans, paths), strict=True)  # arrays: there may be hundreds of millions
         files = np.repeat(np.arange(len(paths)), [len(s) for s in starts])
@@ -92,7 +92,8 @@ class JsonLines(_FileSpans):
             self.skip(index, "empty", self.where(index))
             return None
         try:
-            text = json.loads(line)[self._field]
+            record = json.loads(line)
+            text = record if self._field is None else record[self._field]
         except json.JSONDecodeError:
             self.skip(index, "not JSON", self.where(index))
             return None

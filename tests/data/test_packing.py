@@ -1,5 +1,7 @@
 """Packing: every token predicted once, in its own document, whatever the row length."""
 
+from functools import partial
+
 import chex
 import grain
 import numpy as np
@@ -82,7 +84,7 @@ def test_restarting_positions():
 
 def test_bytes_per_target_counts_bytes_of_text_and_predicted_tokens():
     texts = ["aé", "xyz"]  # 3 bytes in 4 predictions (the end is one), 3 bytes in 4
-    assert bytes_per_target(texts, ByteTokenizer(), 0.0, False, 100) == 6 / 8
+    assert bytes_per_target(texts, partial(document_pairs, ByteTokenizer()), 0.0, False, 100) == 6 / 8
 
 
 def test_document_ids_wrap_the_text():

@@ -150,7 +150,8 @@ class FrequentWords:
         return Draft(
             "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
             f"appeared coded words. {context}\n"
-            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
+            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+            "frequently appeared words in the above coded text?",
             " Answer: According to the coded text above, the three most frequently appeared words are:",
             tuple(names)[1 : 1 + self.asked],
         )

@@ -15,13 +15,15 @@ Kind = Literal["word", "number", "uuid"]
 
 # The published prompt, which scores depend on; with one value asked for it stands in the singular.
 _PROMPT = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What are all the special magic {kind} for {query} mentioned in the provided text?"
 )
 _PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 _PROMPT_ONE = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "{kind} afterwards.\n{context}\nWhat is the special magic {kind} for {query} mentioned in the provided text?"
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What is the special magic {kind} for {query} mentioned in the provided text?"
 )
 _PREFIX_ONE = " The special magic {kind} for {query} mentioned in the provided text is"
 _NEEDLE = "One of the special magic {kind}s for {key} is: {value}."

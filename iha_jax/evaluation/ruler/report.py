@@ -109,8 +109,8 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
         cells = "".join(f"<{kind}{'' if i == 0 else ' class=n'}>{html.escape(c)}</{kind}>" for i, c in enumerate(row))
         return f"<tr>{cells}</tr>"
 
-    body = "".join(line("td", row) for row in rows[1:])
-    return f'<div class="scroll" tabindex="0"><table><thead>{line("th", rows[0])}</thead><tbody>{body}</tbody></table></div>'
+    head, body = line("th", rows[0]), "".join(line("td", row) for row in rows[1:])
+    return f'<div class="scroll" tabindex="0"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,8 +1,8 @@
 r"""The final answer in a worked solution, and whether two answers mean the same.
 
-Answers are looked for where GSM8K (``#### 42``) and MATH (``\boxed{42}``) put them. Whether two mean the same is decided
-by ``math-verify`` where it is installed (``pip install 'iha-jax[eval]'``), else by comparing what `canonical` makes of
-them, which is stricter; `equivalence` says which.
+Answers are looked for where GSM8K (``#### 42``) and MATH (``\boxed{42}``) put them. Whether two mean the same is
+decided by ``math-verify`` where it is installed (``pip install 'iha-jax[eval]'``), else by comparing what `canonical`
+makes of them, which is stricter; `equivalence` says which.
 """
 
 import functools
@@ -29,7 +29,7 @@ def boxed(text: str) -> str | None:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """The number after ``####``, else the last number of the text, without commas or dollar signs; None without one."""
+    """The number after ``####``, else the text's last number, without commas or dollar signs; None without one."""
     marked = re.search(r"####\s*([^\n]*)", text)
     if marked:
         found = _LAST_NUMBER.search(marked.group(1).strip())
@@ -40,7 +40,7 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def math_answer(text: str) -> str | None:
-    r"""The last ``\boxed{…}``, else what follows "answer is" or "answer:" on its line, else the last number; or None."""
+    r"""The last ``\boxed{…}``, else the rest of a line after "answer is" or "answer:", else the last number."""
     if (found := boxed(text)) is not None:
         return found or None
     said = re.findall(r"answer(?:\s+is)?\s*:?\s*([^\n]+)", text, flags=re.IGNORECASE)
@@ -51,7 +51,7 @@ def math_answer(text: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    r"""An answer in one spelling: no spaces, sizes, dollar signs or units in words, ``\frac`` with braces, plain numbers.
+    r"""An answer in one spelling: no spaces, sizes, dollar signs or ``\text``, ``\frac`` with braces, plain numbers.
 
     Two answers with the same canonical form mean the same; the reverse need not hold.
     """

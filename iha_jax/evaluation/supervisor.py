@@ -295,9 +295,11 @@ def _program(task: dict, output: int, report: int) -> None:
     os.environ.clear()
     os.environ.update(TMPDIR=scratch, HOME=scratch)
     sys.dont_write_bytecode = True
-    sys.stdin, sys.argv, sys.path[:] = open(0), ["program.py"], [p for p in sys.path if p != os.path.dirname(__file__)]
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.argv = ["program.py"]
+    # For as long as the process lives.
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
     def tell(what: str, **more: object) -> None:
         os.write(channel, (json.dumps({"what": what, **more}) + "\n").encode())
@@ -341,36 +343,47 @@ def _failed(error: BaseException) -> tuple[str, str]:
     return "failed", text if line is None else f"line {line}: {text}"
 
 
+# Audit event → (argument that is a path, argument that is the directory it is relative to) of each path it changes.
+_CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "os.remove": ((0, 1),),
+    "os.rmdir": ((0, 1),),
+    "os.mkdir": ((0, 2),),
+    "os.truncate": ((0, None),),
+    "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),),
+    "os.utime": ((0, 3),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),),
+    "os.symlink": ((1, 2),),
+    "sqlite3.connect": ((0, None),),
+}
+
+
 def _report_changes_outside(scratch: str, tell) -> None:
     """Names attempts to change files elsewhere, and refuses them where Python makes them; the kernel does the rest."""
     changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    # Event → which of its arguments are paths.
-    events = {name: (0,) for name in ("os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod", "os.chown")}
-    events |= {"os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,), "os.utime": (0,), "sqlite3.connect": (0,)}
 
-    def inside(path: object) -> bool:
+    def outside(path: object, directory: object) -> str | None:
+        """Where a path leads, unless that is a place to write."""
         if isinstance(path, int) or path is None or path in (":memory:", b":memory:", ""):
-            return True
+            return None
         try:
-            found = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            return True  # whatever it is, opening it will fail
-        return found == os.devnull or found == scratch or found.startswith(scratch + os.sep)
+            base = os.readlink(f"/proc/self/fd/{directory}") if isinstance(directory, int) and directory >= 0 else ""
+            found = os.path.realpath(os.path.join(base, os.fsdecode(path)))  # type: ignore[arg-type]
+        except (TypeError, ValueError, OSError):
+            return None  # whatever it is, opening it will fail
+        return None if found in (os.devnull, scratch) or found.startswith(scratch + os.sep) else found
 
     def hook(event: str, arguments: tuple) -> None:
         if event == "open":
             path, _, flags = arguments
-            if not (flags or 0) & changing:
-                return
-            paths = [path]
-        elif event in events:
-            paths = [arguments[i] for i in events[event]]
+            places = [(path, None)] if (flags or 0) & changing else []
         else:
-            return
-        for path in paths:
-            if not inside(path):
-                tell("outside", path=str(path)[:200])
-                raise PermissionError(13, "outside the scratch directory", str(path))
+            places = [(arguments[i], None if j is None else arguments[j]) for i, j in _CHANGES.get(event, ())]
+        for path, directory in places:
+            if (found := outside(path, directory)) is not None:
+                tell("outside", path=found[:500])
+                raise PermissionError(13, "outside the scratch directory", found)
 
     sys.addaudithook(hook)
 

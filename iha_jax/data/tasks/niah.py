@@ -14,18 +14,18 @@ from iha_jax.data.words import ADJECTIVES, NOUNS
 class NeedleInHaystack:
     """Next-token prediction, where a token is a word, on filler with sentences in it that are asked about at the end.
 
-        warm tidy otter is seven . old red anchor is 12 . wild …  ? anchor is 12
-                                                                              ^^ only the answer carries weight
+        calm tidy anchor 7 . able dark cabin 12 . brave …  ? cabin 12
+                                                                   ^^ only the answer carries weight
 
     A sequence has ``length + 1`` words (inputs are all but the last, targets all but the first). A needle is
-    ``KEY is VALUE .`` with ``value_length`` words of value, a question ``? KEY is VALUE``. Keys of a sequence differ
-    from each other, values are drawn with replacement, and needles never overlap. Places are drawn anew for every
-    sequence: each choice of them is equally likely.
+    ``KEY VALUE .`` with ``value_length`` words of value, a question ``? KEY VALUE``. Keys of a sequence differ from
+    each other, and so do values: who knows the values but not whose they are is right once in ``num_needles`` times.
+    Needles never overlap; every choice of places for them is equally likely.
 
     Attributes:
       length: T, words of inputs and targets.
       num_needles: needles in the haystack.
-      num_questions: of their keys asked for, each once, in random order.
+      num_questions: keys asked for, each time any of them.
       value_length: words of a value.
       key_words: different keys.
       value_words: different words that values are made of; they are numbers.
@@ -49,13 +49,17 @@ class NeedleInHaystack:
         """
         require_at_least("NeedleInHaystack", 1, **dataclasses.asdict(self))
         for name, value, most in (
-            ("num_questions", self.num_questions, self.num_needles),
             ("num_needles", self.num_needles, self.key_words),
             ("key_words", self.key_words, len(NOUNS)),
             ("filler_words", self.filler_words, len(ADJECTIVES)),
         ):
             if value > most:
                 raise ValueError(f"NeedleInHaystack has room for {name} <= {most}, got {name}={value}")
+        if self.num_needles > self.value_words**self.value_length:
+            raise ValueError(
+                f"NeedleInHaystack: {self.value_words} words make only {self.value_words**self.value_length} values of "
+                f"length {self.value_length}, but num_needles={self.num_needles}"
+            )
         needed = self.num_needles * self.needle_length + self._questions_length
         if self.length + 1 < needed:
             raise ValueError(
@@ -65,9 +69,9 @@ class NeedleInHaystack:
 
     @functools.cached_property
     def vocabulary(self) -> tuple[str, ...]:
-        """The word of every token: ``.``, ``is`` and ``?``, then filler, keys and values."""
+        """The word of every token: ``.`` and ``?``, then filler, keys and values."""
         numbers = tuple(str(number) for number in range(self.value_words))
-        return (".", "is", "?", *ADJECTIVES[: self.filler_words], *NOUNS[: self.key_words], *numbers)
+        return (".", "?", *ADJECTIVES[: self.filler_words], *NOUNS[: self.key_words], *numbers)
 
     @property
     def vocab_size(self) -> int:
@@ -77,11 +81,11 @@ class NeedleInHaystack:
     @property
     def needle_length(self) -> int:
         """Words of a needle."""
-        return self.value_length + 3
+        return self.value_length + 2
 
     @property
     def _questions_length(self) -> int:
-        return self.num_questions * (self.value_length + 3)
+        return self.num_questions * (self.value_length + 2)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The words of some tokens, a space between them."""
@@ -98,18 +102,19 @@ class NeedleInHaystack:
           "inputs" and "targets", int32 ``[B, T]``, and "weights", float32 ``[B, T]``, 1 where the target is a word of
           an answer.
         """
-        full_stop, is_, question_mark, first_filler = range(4)
+        full_stop, question_mark, first_filler = range(3)
         first_key = first_filler + self.filler_words
         first_value = first_key + self.key_words
         total, rows = self.length + 1, np.arange(count)[:, None]
         tokens = rng.integers(first_filler, first_key, (count, total)).astype(np.int32)
         keys = first_key + choose(rng, count, self.key_words, self.num_needles)[:, :, None]
-        values = rng.integers(first_value, self.vocab_size, (count, self.num_needles, self.value_length))
+        codes = choose(rng, count, self.value_words**self.value_length, self.num_needles)[:, :, None]
+        values = first_value + codes // self.value_words ** np.arange(self.value_length) % self.value_words
 
         def every(token: int) -> np.ndarray:
             return np.full(keys.shape, token)
 
-        needles = np.concatenate([keys, every(is_), values, every(full_stop)], axis=2)  # [B, needles, needle_length]
+        needles = np.concatenate([keys, values, every(full_stop)], axis=2)  # [B, needles, needle_length]
         # As many places as the haystack has with each needle taking but one.
         haystack = total - self._questions_length
         free = haystack - self.num_needles * (self.needle_length - 1)
@@ -117,12 +122,12 @@ class NeedleInHaystack:
         starts = places + np.arange(self.num_needles) * (self.needle_length - 1)
         tokens[rows[:, :, None], starts[:, :, None] + np.arange(self.needle_length)] = needles
 
-        questions = np.concatenate([every(question_mark), keys, every(is_), values], axis=2)
-        asked = choose(rng, count, self.num_needles, self.num_questions)
+        questions = np.concatenate([every(question_mark), keys, values], axis=2)
+        asked = rng.integers(0, self.num_needles, (count, self.num_questions))
         tokens[:, haystack:] = questions[rows, asked].reshape(count, -1)
 
         weights = np.zeros((count, self.length), np.float32)
-        question_starts = haystack + np.arange(self.num_questions) * (self.value_length + 3)
-        answers = question_starts[:, None] + 3 + np.arange(self.value_length)
+        question_starts = haystack + np.arange(self.num_questions) * (self.value_length + 2)
+        answers = question_starts[:, None] + 2 + np.arange(self.value_length)
         weights[:, answers.ravel() - 1] = 1
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

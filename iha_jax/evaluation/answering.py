@@ -1,10 +1,14 @@
 """What is measured, seen from a benchmark: something that goes on with texts."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from iha_jax.data.tokenizers import Tokenizer
+from iha_jax.evaluation.generate import Generator
+from iha_jax.evaluation.sampling import Sampling
+from iha_jax.training.trained import open_trained
 
 
 class Answerer(Protocol):
@@ -51,5 +55,35 @@ def model_answerer(checkpoint: str | os.PathLike[str]) -> ModelAnswerer:
 
     Args:
       checkpoint: a run's directory (its newest checkpoint), or one of its ``checkpoints/STEP``.
+
+    Raises:
+      FileNotFoundError: there is no run or no such checkpoint.
+      ValueError: its configuration is damaged, or the checkpoint is of another model.
     """
-    raise NotImplementedError(f"no generator to open {os.fspath(checkpoint)!r} with")
+    trained = open_trained(checkpoint)
+    return _Model(f"{trained.config.name}, step {trained.step}", trained.tokenizer, Generator.of(trained))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    name: str
+    tokenizer: Tokenizer
+    generator: Generator
+
+    def __call__(self, prompts: Sequence[str], *, max_new_tokens: int, stop: Sequence[str] = ()) -> list[str]:
+        sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop))
+        return [completion.text for (completion,) in self.generator.complete(prompts, sampling)]
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        num_samples: int,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        temperature: float = 1.0,
+    ) -> list[list[str]]:
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop), seed=seed)
+        found = self.generator.complete(prompts, sampling, num_samples)
+        return [[completion.text for completion in completions] for completions in found]

@@ -151,8 +151,9 @@ def _ask(
     if options.samples == 1:
         assert callable(model), "one sample is asked for by a call"
         return [[text] for text in model(prompts, max_new_tokens=room, stop=benchmark.stop)]
-    assert hasattr(model, "sample"), "several samples are asked for by the method sample"
-    return model.sample(
+    sample = getattr(model, "sample", None)
+    assert sample is not None, "several samples are asked for by the method sample"
+    return sample(
         prompts,
         num_samples=options.samples,
         max_new_tokens=room,

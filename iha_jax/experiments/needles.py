@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -95,7 +96,9 @@ class NeedleSearch:
             metrics={
                 "retrieval_accuracy": float(found.accuracy),
                 "retrieval_loss": float(found.loss),
-                "chance": 1 / self.task.value_words,
+                "steps_to_90_percent": self._steps_to(0.9, state.curves["retrieval accuracy"]),
+                "chance": self.task.value_words**-self.task.value_length,
+                "one_of_the_needles": 1 / self.task.num_needles,
             },
             curves=state.curves,
             costs=costs(programs, state, self.model, self.batch_size, self.task.length),
@@ -107,3 +110,9 @@ class NeedleSearch:
             },
             arrays={name: np.asarray(x) for name, x in programs.look(state.params, test["inputs"][:1]).items()},
         )
+
+    def _steps_to(self, accuracy: float, curve: Sequence[tuple[int, float]]) -> int:
+        """The first evaluation's step from which on accuracy was never below; all steps if there is none."""
+        below = [step for step, found in curve if found < accuracy]
+        first = below[-1] + self.evaluate_every if below else self.evaluate_every
+        return min(first, self.steps)

@@ -99,6 +99,11 @@ def test_what_only_math_verify_knows():
         assert same_answer(first, second)
 
 
+def test_an_answer_too_large_to_write_down_takes_seconds():
+    pytest.importorskip("math_verify")
+    assert not same_answer("5", "9^{9^{9^{9}}}")
+
+
 def test_every_reference_is_found_in_its_own_solution(judged_by):
     for line in data_file("gsm8k_test.jsonl").read_text().splitlines():
         answer = json.loads(line)["answer"]

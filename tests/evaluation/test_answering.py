@@ -70,6 +70,7 @@ def test_a_checkpoint_answers(run):
     assert stopped[answers.index(longest)] == longest[: longest.index(longest[2])]
 
 
+@pytest.mark.slow
 def test_ruler_from_a_checkpoint(run, tmp_path, capsys):
     arguments = [str(run), "--tasks", "vt", "--lengths", "600", "--samples", "2", "--depths", "50"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0

@@ -75,10 +75,10 @@ def silent(prompts, *, max_new_tokens, stop=()):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_question_has_its_answers_at_the_depth_asked_and_just_fits(task, tokenizer):
-    for length in (1500, 3333):
+    for length, count in ((3333, 1), (1500, 4)):
         depths = () if task in WITHOUT_DEPTH else DEPTHS
-        found = list(samples(task, tokenizer, length, 4, depths=depths, seed=1))
-        assert [sample.index for sample in found] == [0, 1, 2, 3]
+        found = list(samples(task, tokenizer, length, count, depths=depths, seed=1))
+        assert [sample.index for sample in found] == list(range(count))
         for sample in found:
             tokens = len(tokenizer.encode(sample.text)) + 1  # the start of document
             assert tokens == sample.tokens

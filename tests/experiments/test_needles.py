@@ -40,6 +40,7 @@ def test_rows():
     assert set(np.unique(EXPERIMENT.test()["weights"])) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_every_evaluation_ends_with_the_same_numbers(tmp_path, monkeypatch):
     whole, starts = assert_kills_change_nothing(EXPERIMENT, tmp_path, monkeypatch)
     assert starts == 3

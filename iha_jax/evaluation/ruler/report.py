@@ -98,10 +98,8 @@ def _heat_map(records: Sequence[Record], task: str) -> str:
             told = f"{_number(score)} at {length} tokens, depth {depth:g} %"
             cells.append(f'<td>{image(colour, told)}<span style="color:{ink}">{_number(score)}</span></td>')
         rows.append(f"<tr><th scope=row>{depth:g} %</th>{''.join(cells)}</tr>")
-    return (
-        f"<figure><figcaption>{html.escape(task)}</figcaption><table class=heat><thead><tr><th>depth</th>{head}</tr>"
-        f"</thead><tbody>{''.join(rows)}</tbody></table></figure>"
-    )
+    table = f"<table class=heat><thead><tr><th>depth</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<figure><figcaption>{html.escape(task)}</figcaption><div class=scroll tabindex=0>{table}</div></figure>"
 
 
 def _html_table(rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ ALLOWED = {
     "models": ("ops", "nn"),
     "convert": ("ops", "nn", "models", "training"),
     "training": ("ops", "nn", "models", "data"),
-    "evaluation": ("ops", "nn", "models", "data", "training"),
+    "evaluation": ("ops", "nn", "models", "data", "training", "viz"),
     "experiments": ("ops", "nn", "models", "data", "training", "viz"),
     "generate": ("training", "evaluation"),
     "sharding": (),

@@ -5,6 +5,7 @@ python -m iha_jax.experiments.compare configs/relations.py --seeds 3
 
 from iha_jax.experiments.comparison import Comparison, Entry, Experiment, Metric, Outcome
 from iha_jax.experiments.language_model import LanguageModel
+from iha_jax.experiments.needles import NeedleSearch
 from iha_jax.experiments.one_layer import OneLayer
 
-__all__ = ["Comparison", "Entry", "Experiment", "LanguageModel", "Metric", "OneLayer", "Outcome"]
+__all__ = ["Comparison", "Entry", "Experiment", "LanguageModel", "Metric", "NeedleSearch", "OneLayer", "Outcome"]

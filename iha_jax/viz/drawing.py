@@ -137,6 +137,13 @@ def sequential(values: np.ndarray, limit: float) -> np.ndarray:
     return np.round(255 + x * (np.array([8, 48, 107]) - 255)).astype(np.uint8)
 
 
+def linear(values: np.ndarray, limit: float) -> np.ndarray:
+    """The same colours in equal steps from 0 to ``limit``, grey for NaN: uint8 ``[..., 3]``."""
+    x = np.clip(np.nan_to_num(values) / (limit or 1.0), 0, 1)[..., None]
+    colours = np.round(255 + x * (np.array([8, 48, 107]) - 255)).astype(np.uint8)
+    return np.where(np.isnan(values)[..., None], np.uint8(200), colours)
+
+
 def png(pixels: np.ndarray) -> bytes:
     """A PNG file of uint8 pixels ``[height, width, 3]``."""
     height, width, _ = pixels.shape

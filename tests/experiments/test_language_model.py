@@ -12,7 +12,7 @@ from flax import nnx
 
 from iha_jax.data import SourceConfig
 from iha_jax.data.tasks import MultiKeyRecall
-from iha_jax.experiments import Comparison, LanguageModel, language_model
+from iha_jax.experiments import Comparison, LanguageModel
 from iha_jax.experiments.text import load_text
 from iha_jax.models import IHAConfig, ModelConfig, Transformer
 from iha_jax.training.cli import config_in
@@ -117,7 +117,7 @@ def test_losses_and_scores_by_hand(experiment):
     still = dataclasses.replace(
         experiment, model=plain, optimizer=OptimizerConfig(peak_lr=0.0, final_lr=0.0, warmup_steps=1), steps=2
     )
-    programs = language_model._programs(still)
+    programs = still.programs()
     params, moments = programs.init(jax.random.key(1))
     kept = jax.tree.map(jnp.copy, params)
     steps = [still.step_rows(0, step) for step in range(2)]

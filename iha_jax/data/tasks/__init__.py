@@ -8,6 +8,7 @@ Every task is a frozen dataclass with ``sample(rng, count)``, which gives a dict
 """
 
 from iha_jax.data.tasks.counting import PermutationMatchCount
+from iha_jax.data.tasks.niah import NeedleInHaystack
 from iha_jax.data.tasks.polynomials import PolynomialFilters
 from iha_jax.data.tasks.recall import MultiKeyRecall
 from iha_jax.data.tasks.relations import RelationComposition
@@ -15,6 +16,7 @@ from iha_jax.data.tasks.stream import Task, stream
 
 __all__ = [
     "MultiKeyRecall",
+    "NeedleInHaystack",
     "PermutationMatchCount",
     "PolynomialFilters",
     "RelationComposition",

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from iha_jax.data.tasks.stream import require_at_least
+from iha_jax.data.tasks.stream import choose, require_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +110,13 @@ class MultiKeyRecall:
         queries_start = total - self.num_queries * self.pair_length
         haystack = queries_start - self.gap
         free = haystack - self.num_keys * (self.pair_length - 1)
-        places = np.sort(_choose(rng, count, free, self.num_keys), axis=1)
+        places = np.sort(choose(rng, count, free, self.num_keys), axis=1)
         starts = places + np.arange(self.num_keys) * (self.pair_length - 1)
         offsets = np.arange(self.pair_length)
         rows = np.arange(count)[:, None, None]
         tokens[rows, starts[:, :, None] + offsets] = pairs
 
-        asked = _choose(rng, count, self.num_keys, self.num_queries)
+        asked = choose(rng, count, self.num_keys, self.num_queries)
         query_starts = queries_start + np.arange(self.num_queries) * self.pair_length
         tokens[:, queries_start:] = pairs[np.arange(count)[:, None], asked].reshape(count, -1)
 
@@ -127,24 +127,10 @@ class MultiKeyRecall:
 
     def _keys(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Different keys in every row, ``[B, keys, key_length]``."""
-        codes = _choose(rng, count, self.key_tokens**self.key_length, self.num_keys)
+        codes = choose(rng, count, self.key_tokens**self.key_length, self.num_keys)
         digits = codes[..., None] // self.key_tokens ** np.arange(self.key_length) % self.key_tokens
         return self.first_token + self.num_fillers + digits
 
     def _values(self, rng: np.random.Generator, count: int) -> np.ndarray:
         shape = (count, self.num_keys, self.value_length)
         return self.first_token + self.num_fillers + self.key_tokens + rng.integers(0, self.value_tokens, shape)
-
-
-def _choose(rng: np.random.Generator, count: int, population: int, size: int) -> np.ndarray:
-    """``[count, size]``: in every row different numbers below ``population``, in random order."""
-    if population <= 4 * size**2:
-        return rng.random((count, population)).argsort(axis=1)[:, :size]
-    # Collisions are rare: rows with one are drawn again, as a whole, so that every choice stays equally likely.
-    chosen = rng.integers(0, population, (count, size))
-    while True:
-        ordered = np.sort(chosen, axis=1)
-        again = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
-        if not len(again):
-            return chosen
-        chosen[again] = rng.integers(0, population, (len(again), size))

@@ -33,3 +33,17 @@ def require_at_least(what: str, least: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < least:
             raise ValueError(f"{what} needs a whole number {name} >= {least}, got {name}={size!r}")
+
+
+def choose(rng: np.random.Generator, count: int, population: int, size: int) -> np.ndarray:
+    """``[count, size]``: in every row different numbers below ``population``, in random order."""
+    if population <= 4 * size**2:
+        return rng.random((count, population)).argsort(axis=1)[:, :size]
+    # Collisions are rare: rows with one are drawn again, as a whole, so that every choice stays equally likely.
+    chosen = rng.integers(0, population, (count, size))
+    while True:
+        ordered = np.sort(chosen, axis=1)
+        again = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+        if not len(again):
+            return chosen
+        chosen[again] = rng.integers(0, population, (len(again), size))

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -67,7 +67,7 @@ def devices_of(name: str, slices: int = 1) -> "Sequence[jax.Device]":
             "compiles without a TPU"
         )
     label = f"{_LIBTPU_NAMES.get(generation, generation)}:{'x'.join(map(str, sizes))}"
-    options = {} if slices == 1 else {"num_slices": slices}
+    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
     if math.prod(sizes) < 4:  # a single chip is a host of its own
         options["chips_per_host_bounds"] = [*sizes, *[1] * (3 - len(sizes))]
     try:

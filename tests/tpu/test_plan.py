@@ -24,7 +24,7 @@ from tpu.bounds import Bounds, Network, Traffic, bounds, seconds, traffic
 from tpu.compiling import Flops, HbmUse, Plan, make_plan, needed_bytes
 from tpu.counts import Collective, Counts
 from tpu.report import compared, to_json, to_text
-from tpu.search import rank
+from tpu.search import rank, search, space_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NETWORK = Network((4, 4, 8), (True, True, True), 100e9, 5e9)
@@ -163,6 +163,23 @@ def test_meshes_over_slices():
     # Two rows for two slices: within them they cannot be split.
     assert all(mesh.data * mesh.fsdp == 1 for mesh in rank(SMALL, 2, 1, 8, slices=2))
     assert rank(SMALL, 1, 1, 8, slices=2) == []
+
+
+def test_a_search_plans_for_the_slices(monkeypatch):
+    asked = []
+
+    def plan_of(config, name, price, slices):
+        asked.append((config.mesh, name, price, slices))
+        return dataclasses.replace(PLAN, error="RESOURCE_EXHAUSTED: no")
+
+    monkeypatch.setattr("tpu.search.make_plan", plan_of)
+    monkeypatch.setattr(topology, "devices_of", lambda name, slices: [None] * 4 * slices)
+    space = space_of(SMALL, [], [], ["full"], 3)
+    assert len(search(SMALL, "v5e:2x2", space, 1.5, lambda text: None, slices=2)) == 3
+    assert asked == [(mesh, "v5e:2x2", 1.5, 2) for mesh in rank(SMALL, 16, 1, 8, slices=2)[:3]]
+    odd = dataclasses.replace(space, batch_sizes=(5,))
+    with pytest.raises(ValueError, match=r"nothing to try on 2 slices of v5e:2x2: no mesh divides .* \(5,\)"):
+        search(SMALL, "v5e:2x2", odd, None, lambda text: None, slices=2)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(replica=4, fsdp=2)], ids=str)

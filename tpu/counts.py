@@ -88,7 +88,10 @@ def count(module: Module, mesh: Mapping[str, int], slices: int = 1) -> Counts:
     Args:
       module: compiled for one device of the mesh.
       mesh: name and size of its axes, in the order of its devices.
-      slices: that the mesh's first axis goes over. Within a program devices are numbered by slice.
+      slices: that the mesh's first axis goes over. A program numbers the devices of its own slice only.
+
+    Raises:
+      ValueError: for groups of devices, a loop or a transfer between slices in a notation not known here.
     """
     matrix_flops = kernel_flops = hbm_bytes = 0
     collectives: list[Collective] = []

@@ -157,6 +157,24 @@ def mesh_sizes() -> dict[str, int]:
     return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
+@contextlib.contextmanager
+def tokens_whole_if_uneven(*counts: int) -> Iterator[None]:
+    """Within this context tokens are split over no mesh axis, unless all these numbers of them can be split evenly.
+
+    For decoding, whose chunks are as long as they come, often a single token; in training an odd length is an error.
+
+    Args:
+      *counts: tokens of a chunk; slots of a cache.
+    """
+    sizes = mesh_sizes()
+    parts = math.prod(sizes[axis] for axis in mesh_axes("sequence"))
+    if all(count % parts == 0 for count in counts):
+        yield
+    else:
+        with use_rules(_active.get().replace(sequence=())):
+            yield
+
+
 def on_tpu() -> bool:
     """Whether what is traced here is for TPUs: those of the mesh in force, or without one the default backend's."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from iha_jax import InterleavedHeadAttention, Rope, compat, sharding
+from iha_jax.models import IHAConfig, MHAConfig, ModelConfig, Transformer
 from iha_jax.nn import (
     MLP,
     DifferentialAttention,
@@ -18,6 +19,7 @@ from iha_jax.nn import (
     TalkingHeadsAttention,
 )
 from iha_jax.sharding import Rules, use_rules
+from tests.ops.cases import QUICK
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -159,3 +161,62 @@ def test_an_attention_layer_on_a_mesh(kind, names, explicit, options):
     chex.assert_trees_all_close(jax.device_get(out), jax.device_get(expected), atol=1e-5)
     gradient, slopes = (jax.tree.leaves(jax.device_get(tree)) for tree in (gradient, slopes))
     chex.assert_trees_all_close(gradient, slopes, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunks", "scan"),
+    [
+        ({"data": 2, "context": 2, "tensor": 2}, (7, 1), False),
+        # Chunks that divide, with a ring of 3 before them that does not; in scanned layers.
+        pytest.param({"context": 4, "tensor": 2}, (8, 1, 4), True, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_any_length_are_decoded_where_tokens_are_split(sizes, chunks, scan):
+    """A prompt, then a token: the logits of one device, with a ring and a cache that do not divide either."""
+    config = ModelConfig(
+        vocab_size=32,
+        max_length=16,
+        num_layers=2,
+        model_dim=16,
+        num_heads=4,
+        mlp_dim=24,
+        pattern=("iha", "mha"),
+        iha=IHAConfig(num_pseudo_heads=2, window=3),
+        mha=MHAConfig(),
+        scan_layers=scan,
+    )
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(0, 32, (4, sum(chunks))).astype(np.int32)
+    ids = np.ones_like(tokens)
+    ids[1, 4 : chunks[0]] = 0  # a shorter prompt
+
+    def run(state, tokens):
+        model = nnx.merge(graph, state)
+        cache, outputs, start = model.init_cache(4, sum(chunks) + 1 + scan), [], 0
+        for length in chunks:
+            piece = slice(start, start + length)
+            logits, cache = model.decode(tokens[:, piece], cache, segment_ids=ids[:, piece])
+            outputs.append(logits)
+            start += length
+        return jnp.concatenate(outputs, axis=1), cache.lengths
+
+    expected, lengths = jax.jit(run, compiler_options=QUICK)(state, tokens)
+    assert lengths.tolist() == [sum(chunks), sum(chunks) - chunks[0] + 4, sum(chunks), sum(chunks)]
+    mesh = compat.make_mesh(tuple(sizes.values()), tuple(sizes), explicit=False)
+    with jax.set_mesh(mesh):
+        found, found_lengths = jax.jit(run, compiler_options=QUICK)(place(state, mesh), tokens)
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=1e-5)
+    assert found_lengths.tolist() == lengths.tolist()
+
+
+def test_tokens_are_whole_only_where_uneven():
+    axes = ("batch", "sequence")
+    with jax.set_mesh(compat.make_mesh((2, 4), ("data", "context"), explicit=False)):
+        with sharding.tokens_whole_if_uneven(8, 12):
+            assert sharding.current_spec(axes, (2, 8))[0] == PartitionSpec("data", "context")
+        with sharding.tokens_whole_if_uneven(8, 13):
+            assert sharding.current_spec(axes, (2, 8))[0] == PartitionSpec("data", None)
+        with pytest.raises(ValueError, match="sequence axis of 13"):  # elsewhere it is still an error
+            sharding.current_spec(axes, (2, 13))
+    with sharding.tokens_whole_if_uneven(13):
+        assert sharding.mesh_axes("sequence") == ()

@@ -13,7 +13,7 @@ from iha_jax.models import MHAConfig
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.flops import Account, Split, account
 from iha_jax.training.hardware import memory_of, peak_flops
-from iha_jax.training.placement import Placement
+from iha_jax.training.placement import Placement, mesh_shape
 from iha_jax.training.program import StepProgram
 from tpu import topology
 from tpu.bounds import Bounds, Network, Traffic, bounds, traffic
@@ -74,8 +74,9 @@ class Plan:
 
     Attributes:
       name: of the configuration.
-      topology: of the slice.
-      chips: of it.
+      topology: of a slice.
+      slices: how many.
+      chips: of all of them.
       devices: JAX devices of the mesh.
       mesh: axis → devices, those of 1 left out.
       batch_size: rows of a step.
@@ -89,7 +90,7 @@ class Plan:
       hbm: memory of one device.
       flops: of a step.
       hbm_traffic: bytes to and from one device's HBM in a step.
-      collectives: by kind and axes.
+      collectives: by kind, axes and network.
       bounds: on the step's time.
       steps: of the run.
       dollars_per_step: at the bound; None without a price.
@@ -97,6 +98,7 @@ class Plan:
 
     name: str
     topology: str
+    slices: int
     chips: int
     devices: int
     mesh: dict[str, int]
@@ -132,20 +134,28 @@ class Plan:
         return None if self.bounds is None else self.tokens / self.bounds.step
 
 
-def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Plan:
-    """Compiles the step for a slice.
+def make_plan(config: TrainConfig, name: str, price: float | None = None, slices: int = 1) -> Plan:
+    """Compiles the step for a slice, or several.
 
     Args:
-      config: of the run; its mesh is over the slice's devices.
+      config: of the run; its mesh is over the devices of all slices.
       name: of the slice, "v5p:4x4x8".
       price: dollars for a chip and hour.
+      slices: how many, joined by the data-centre network; the mesh's replica axis goes over them.
 
     Raises:
-      ValueError: if there is no such slice, or something does not divide on the mesh.
+      ValueError: if there is no such slice, something does not divide on the mesh, or its replica axis is no multiple
+        of the slices.
       RuntimeError: if this machine cannot compile for it.
     """
     config = dataclasses.replace(config, model=config.model.resolve())
-    devices = topology.devices_of(name)
+    devices = topology.devices_of(name, slices)
+    replicas = mesh_shape(config.mesh, len(devices))["replica"]
+    if replicas % slices:
+        raise ValueError(
+            f"mesh.replica {replicas} cannot go over {slices} slices: it must be a multiple of --slices, since nothing "
+            f"but sums of gradients is to cross the network between them; give --mesh.replica {slices}"
+        )
     placement = Placement(config.mesh, devices=devices)
     placement.check(config)
     program = StepProgram(config, placement)
@@ -154,7 +164,8 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
     sizes, joined = topology.torus(name)
     if mesh.devices.size != len(devices):
         raise ValueError(
-            f"the mesh ({placement.describe()}) takes {mesh.devices.size} of the {len(devices)} devices of {name}: it "
+            f"the mesh ({placement.describe()}) takes {mesh.devices.size} of the {len(devices)} devices of "
+            f"{topology.describe(name, slices)}: it "
             "must take all, let one of its axes be -1"
         )
     begun = time.perf_counter()
@@ -169,7 +180,8 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
     plan = Plan(
         name=config.name,
         topology=name,
-        chips=math.prod(sizes),
+        slices=slices,
+        chips=math.prod(sizes) * slices,
         devices=mesh.devices.size,
         mesh={axis: size for axis, size in placement.sizes.items() if size > 1},
         batch_size=config.batch_size,
@@ -186,9 +198,9 @@ def make_plan(config: TrainConfig, name: str, price: float | None = None) -> Pla
     device = mesh.devices.flat[0]
     memory, peak = memory_of(device.device_kind), peak_flops(device)
     assert peak is not None
-    counts = count(Module(text), placement.sizes)
+    counts = count(Module(text), placement.sizes, slices)
     flops = _flops(config, placement, counts.flops * plan.devices, counts.kernel_flops * plan.devices)
-    network = Network(sizes, joined, memory.ici_bandwidth)
+    network = Network(sizes, joined, memory.ici_bandwidth, memory.dcn_bandwidth)
     places = [device.coords for device in mesh.devices.flat]
     limits = bounds(
         counts, flops.model / plan.devices, peak, memory.hbm_bandwidth, network, lambda position: places[position]

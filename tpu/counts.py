@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tpu.groups import replica_groups, slices_of
 from tpu.hlo import Computation, Instruction, Module, Shape
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -19,6 +20,15 @@ _FREE = frozenset((
     *("parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id"),
     *("while", "conditional", "call", "after-all", "opt-barrier", "add-dependency", "domain", "async-update"),
 ))  # fmt: skip
+# Between slices the compiler leaves pairs of a `send` to the host and a `recv` from it; the runtime does the rest. By
+# what it calls them:
+_BETWEEN_SLICES = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
+}
 _SLICING = ("dynamic-slice", "slice", "gather")
 
 
@@ -33,6 +43,7 @@ class Collective:
       bytes: of its result on one device.
       count: how often it runs in a step.
       name: of the operation in the model that it comes from.
+      between_slices: whether it goes over the data-centre network; else over the links of a slice.
     """
 
     kind: str
@@ -41,6 +52,7 @@ class Collective:
     bytes: int
     count: int
     name: str
+    between_slices: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -70,12 +82,16 @@ class Counts:
         return self.matrix_flops + self.kernel_flops
 
 
-def count(module: Module, mesh: Mapping[str, int]) -> Counts:
+def count(module: Module, mesh: Mapping[str, int], slices: int = 1) -> Counts:
     """Counts a program.
 
     Args:
       module: compiled for one device of the mesh.
       mesh: name and size of its axes, in the order of its devices.
+      slices: that the mesh's first axis goes over. A program numbers the devices of its own slice only.
+
+    Raises:
+      ValueError: for groups of devices, a loop or a transfer between slices in a notation not known here.
     """
     matrix_flops = kernel_flops = hbm_bytes = 0
     collectives: list[Collective] = []
@@ -88,6 +104,8 @@ def count(module: Module, mesh: Mapping[str, int]) -> Counts:
             hbm_bytes += times * instruction_bytes(module, computation, instruction)
             for where, found in _with_inner(module, computation, instruction):
                 kind = found.opcode.removesuffix("-start")
+                if kind == "recv" and (transfer := _transfer(found)) is not None:
+                    collectives.append(_between_slices(found, transfer, mesh, slices, times))
                 if kind not in _COLLECTIVES:
                     continue
                 # An asynchronous collective may be spread over fusions; its pieces share a chain. (Not the channel:
@@ -97,7 +115,7 @@ def count(module: Module, mesh: Mapping[str, int]) -> Counts:
                     if chain.group(1) in chains:
                         continue
                     chains.add(chain.group(1))
-                one = _collective(where, found, kind, mesh, times)
+                one = _collective(where, found, kind, mesh, slices, times)
                 collectives.append(one)
                 hbm_bytes += times * one.bytes * (where is not computation)
     return Counts(matrix_flops, kernel_flops, hbm_bytes, tuple(collectives))
@@ -172,6 +190,10 @@ def instruction_bytes(module: Module, computation: Computation, instruction: Ins
         return moved.bytes * ((not source.on_chip) + (not moved.on_chip))
     if opcode.removesuffix("-start") in _COLLECTIVES:
         return _in_hbm(operands) + _in_hbm(_result(instruction))
+    if opcode == "send":
+        return _in_hbm(operands)
+    if opcode == "recv":
+        return _in_hbm(results[:1])
     if opcode == "fusion":
         return _fusion_bytes(computation, instruction, module)
     if opcode == "custom-call":
@@ -255,14 +277,43 @@ def _result(instruction: Instruction) -> tuple[Shape, ...]:
 
 
 def _collective(
-    computation: Computation, instruction: Instruction, kind: str, mesh: Mapping[str, int], times: int
+    computation: Computation,
+    instruction: Instruction,
+    kind: str,
+    mesh: Mapping[str, int],
+    slices: int,
+    times: int,
 ) -> Collective:
     result = sum(shape.bytes for shape in _result(instruction))
-    group, axes = _group(instruction, mesh)
+    group, axes = _group(instruction, mesh, slices)
     if kind == "all-reduce" and _scattered(computation, instruction):
         kind, result = "reduce-scatter", computation.root.shapes[0].bytes
+    return Collective(kind, axes, group, result, times, _model_name(instruction))
+
+
+def _transfer(instruction: Instruction) -> str | None:
+    """What the runtime does between slices with what a host sends and receives; None if it is no such thing."""
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    if match is None:
+        return None
+    if match.group(1) not in _BETWEEN_SLICES:
+        raise ValueError(f"transfer between slices: expected one of {sorted(_BETWEEN_SLICES)}, got {match.group(1)!r}")
+    return _BETWEEN_SLICES[match.group(1)]
+
+
+def _between_slices(
+    instruction: Instruction, kind: str, mesh: Mapping[str, int], slices: int, times: int
+) -> Collective:
+    """The collective whose result a ``recv`` takes. Where its slices are not said there are two, the fewest."""
+    size = math.prod(mesh.values()) // slices
+    group = tuple(number * size for number in slices_of(instruction.attributes) or (0, 1))
+    name = _model_name(instruction)
+    return Collective(kind, (next(iter(mesh)),), group, instruction.shapes[0].bytes, times, name, between_slices=True)
+
+
+def _model_name(instruction: Instruction) -> str:
     match = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return Collective(kind, axes, group, result, times, "" if match is None else match.group(1))
+    return "" if match is None else match.group(1)
 
 
 def _scattered(computation: Computation, instruction: Instruction) -> bool:
@@ -273,11 +324,11 @@ def _scattered(computation: Computation, instruction: Instruction) -> bool:
     return root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
 
 
-def _group(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _group(instruction: Instruction, mesh: Mapping[str, int], slices: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """One group of devices, and the axes along which they differ."""
     sizes = tuple(mesh.values())
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", instruction.attributes)
-    groups = replica_groups(instruction.attributes, math.prod(sizes))
+    groups = replica_groups(instruction.attributes, math.prod(sizes) // slices)
     if pairs is not None:
         found = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
         groups = [pair for pair in found if pair[0] != pair[1]] or [(0,)]
@@ -286,63 +337,3 @@ def _group(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[int
         positions = np.stack(np.unravel_index(np.asarray(group), sizes))
         differing |= {axis for axis, row in zip(mesh, positions, strict=True) if len(set(row.tolist())) > 1}
     return groups[0], tuple(axis for axis in mesh if axis in differing)
-
-
-def replica_groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups of a collective, in any of HLO's three notations; all devices where none are given.
-
-    Raises:
-      ValueError: for a notation that is none of them.
-    """
-    found = re.search(r"replica_groups=(.*)", attributes)
-    if found is None or found.group(1).startswith("{}"):
-        return [tuple(range(devices))]
-    given = found.group(1)
-    if (named := re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\))? ?\{([^}]*)\}", given)) is not None:
-        return _groups_of_axes(*named.groups())
-    if (compact := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", given)) is not None:
-        return _rows(_arranged(compact.group(2)), _integers(compact.group(1)))
-    if (listed := re.match(r"\{(?:\{[\d,]*\},?)+\}", given)) is not None:
-        return [tuple(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", listed.group())]
-    raise ValueError(
-        f"replica_groups: expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['x'=2] {{'x'}}, got {given[:80]!r}"
-    )
-
-
-def _groups_of_axes(axes: str, ids: str | None, members: str) -> list[tuple[int, ...]]:
-    """Groups along named axes of a mesh, or along parts of them: ``'x':(2)4`` is 4 parts, below 2 others."""
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
-    along = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", members)
-    ]
-    total = math.prod(sizes.values())
-    positions = np.arange(total) if not ids else np.ravel(_arranged(ids) if ids[0] == "[" else _integers(ids))
-    dims: list[int] = []
-    place: dict[tuple[str, int], int] = {}
-    for name, size in sizes.items():
-        done = 1
-        for before, part in sorted((before, part) for other, before, part in along if other == name):
-            dims += [before // done, part]
-            place[name, before] = len(dims) - 1
-            done = before * part
-        dims.append(size // done)
-    inside = [place[name, before] for name, before, _ in along]
-    outside = [axis for axis in range(len(dims)) if axis not in inside]
-    return _rows(positions.reshape(dims).transpose(outside + inside), [-1, math.prod(dims[axis] for axis in inside)])
-
-
-def _arranged(text: str) -> np.ndarray:
-    """``[4,2]T(1,0)``: numbers from 0 in this shape, transposed."""
-    match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", text)
-    assert match is not None
-    shape = _integers(match.group(1))
-    return np.arange(math.prod(shape)).reshape(shape).transpose(_integers(match.group(2)) if match.group(2) else None)
-
-
-def _integers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
-
-
-def _rows(ids: np.ndarray, shape: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in ids.reshape(shape).tolist()]

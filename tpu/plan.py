@@ -2,6 +2,7 @@
 
     python -m tpu.plan configs/paper_2b4.py --topology v5p:4x4x8
     python -m tpu.plan configs/paper_2b4.py --topology v6e:16x16 --mesh.fsdp 128 --mesh.context 2 --price 2.70
+    python -m tpu.plan configs/paper_2b4.py --topology v5p:4x4x4 --slices 2 --mesh.replica 2
     python -m tpu.plan configs/small_124m.py --topology v5e:4x4 --search --batch 32 64 --remat dots full
     python -m tpu.plan configs/small_124m.py --topology v5e:4x4 --json > plan.json
 
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="a Python file with a CONFIG, a config.json, or a run's directory")
     parser.add_argument("--topology", required=True, help='slice to compile for, "v5p:4x4x8"')
+    parser.add_argument("--slices", type=int, default=1, help="slices of it; the mesh's replica goes over them (1)")
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="rows of a step; several with --search")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[], help="parts of a step; likewise")
     parser.add_argument("--remat", nargs="+", default=[], choices=["none", "dots", "full"], help="likewise")
@@ -62,13 +64,21 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     config = override(load(options.config), overrides, options.config)
     if options.search:
         space = space_of(config, options.batch, options.micro_batches, options.remat, options.meshes)
-        plans = search(config, options.topology, space, options.price, lambda text: print(text, file=sys.stderr))
+        plans = search(
+            config,
+            options.topology,
+            space,
+            options.price,
+            lambda text: print(text, file=sys.stderr),
+            slices=options.slices,
+        )
         print(to_json(plans) if options.json else compared(plans), end="")
         return 0 if any(plan.fits for plan in plans) else 1
     changes = {"batch_size": options.batch, "micro_batches": options.micro_batches}
     changes = {name: values[0] for name, values in changes.items() if values}
     model = dataclasses.replace(config.model, remat=options.remat[0]) if options.remat else config.model
-    plan = make_plan(dataclasses.replace(config, model=model, **changes), options.topology, options.price)
+    config = dataclasses.replace(config, model=model, **changes)
+    plan = make_plan(config, options.topology, options.price, slices=options.slices)
     print(to_json([plan]) if options.json else to_text(plan), end="")
     return 0 if plan.fits else 1
 

@@ -5,8 +5,9 @@ import json
 from collections.abc import Sequence
 
 from tpu.compiling import Plan
+from tpu.topology import describe
 
-_NAMES = {"compute": "matrix units", "hbm": "HBM", "ici": "ICI"}
+_NAMES = {"compute": "matrix units", "hbm": "HBM", "ici": "ICI", "dcn": "DCN"}
 
 
 def describe_mesh(plan: Plan) -> str:
@@ -17,7 +18,7 @@ def describe_mesh(plan: Plan) -> str:
 def to_text(plan: Plan) -> str:
     """The whole report."""
     lines = [
-        f"{plan.name} on {plan.topology}: {plan.chips} chips, mesh {describe_mesh(plan)}",
+        f"{plan.name} on {describe(plan.topology, plan.slices)}: {plan.chips} chips, mesh {describe_mesh(plan)}",
         f"{plan.parameters:,} parameters; a step is {plan.batch_size} rows of {plan.sequence_length} = {plan.tokens:,} "
         f"tokens in {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}; remat {plan.remat}",
         f"compiled in {plan.compile_seconds:.0f} s",
@@ -61,18 +62,27 @@ def to_text(plan: Plan) -> str:
         "",
     ]
     rows = [
-        [t.kind, " ".join(t.axes) or "none", f"{t.count:,}", f"{t.bytes / 1e9:.3f}", f"{t.seconds * 1e3:.2f}"]
+        [
+            t.kind,
+            " ".join(t.axes) or "none",
+            *([_NAMES[t.network]] if plan.slices > 1 else []),
+            f"{t.count:,}",
+            f"{t.bytes / 1e9:.3f}",
+            f"{t.seconds * 1e3:.2f}",
+        ]
         for t in plan.collectives
     ]
     if rows:
-        lines += [*_table(["collectives of a step", "mesh axes", "count", "GB/device", "ms at least"], rows), ""]
-    moved = sum(t.bytes for t in plan.collectives)
+        head = ["collectives of a step", "mesh axes", "over", "count", "GB/device", "ms at least"]
+        lines += [*_table(head if plan.slices > 1 else [*head[:2], *head[3:]], rows), ""]
+    moved = {name: sum(t.bytes for t in plan.collectives if t.network == name) for name in ("ici", "dcn")}
     lines += _table(
         ["bounds on a step", "ms", "from, on a device"],
         [
             ["matrix units", _milliseconds(limits.compute), f"{flops.executed / plan.devices / 1e12:.1f} TFLOP"],
             ["HBM", _milliseconds(limits.hbm), f"{(plan.hbm_traffic or 0) / 1e9:.1f} GB"],
-            ["ICI", _milliseconds(limits.ici), f"{moved / 1e9:.2f} GB of results"],
+            ["ICI", _milliseconds(limits.ici), f"{moved['ici'] / 1e9:.2f} GB of results"],
+            *([["DCN", _milliseconds(limits.dcn), f"{moved['dcn'] / 1e9:.2f} GB of results"]] * (plan.slices > 1)),
         ],
     )
     lines.append(
@@ -105,6 +115,7 @@ def to_json(plans: Sequence[Plan]) -> str:
 def compared(plans: Sequence[Plan]) -> str:
     """A table of plans, the best first: those that fit by their bound on tokens a second, then the others."""
     rows = []
+    bounds = ["compute", "hbm", "ici", *(["dcn"] if any(plan.slices > 1 for plan in plans) else [])]
     for plan in sorted(plans, key=lambda p: (not p.fits, -(p.tokens_per_second or 0))):
         needed = plan.needed if plan.hbm is None else plan.hbm.total
         row = [
@@ -117,14 +128,15 @@ def compared(plans: Sequence[Plan]) -> str:
         ]
         if plan.bounds is not None:
             limits = plan.bounds
-            row += [f"{1e3 * x:.0f}" for x in (limits.compute, limits.hbm, limits.ici)]
+            row += [f"{1e3 * getattr(limits, name):.0f}" for name in bounds]
             row += [_NAMES[limits.binds], f"{limits.mfu:.1%}", f"{plan.tokens_per_second:,.0f}"]
         else:
-            row += [""] * 6
+            row += [""] * (len(bounds) + 3)
         row.append("" if plan.dollars_per_step is None else f"{plan.dollars_per_step * 1e9 / plan.tokens:,.2f}")
         rows.append(row)
-    head = ["mesh", "rows", "micro", "remat", "GiB", "fits", "MXU ms", "HBM ms", "ICI ms", "binds", "MFU", "tokens/s"]
-    head.append("$/Gtoken")
+    columns = {"compute": "MXU ms", "hbm": "HBM ms", "ici": "ICI ms", "dcn": "DCN ms"}
+    head = ["mesh", "rows", "micro", "remat", "GiB", "fits", *(columns[name] for name in bounds)]
+    head += ["binds", "MFU", "tokens/s", "$/Gtoken"]
     if all(not row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     return "\n".join(_table(head, rows)) + "\n"

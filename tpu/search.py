@@ -10,6 +10,7 @@ from tpu import topology
 from tpu.compiling import Plan, make_plan
 
 _LEAST_WORK_FIRST = ("none", "dots", "full")
+_SLOWER = 50  # The links of a chip carry 32 (v6e) to 96 (v5p) times what it may send to other slices.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,12 @@ class Space:
 
 
 def search(
-    config: TrainConfig, name: str, space: Space, price: float | None, tell: Callable[[str], None]
+    config: TrainConfig,
+    name: str,
+    space: Space,
+    price: float | None,
+    tell: Callable[[str], None],
+    slices: int = 1,
 ) -> list[Plan]:
     """Compiles the most promising meshes.
 
@@ -43,11 +49,12 @@ def search(
       space: what to try.
       price: dollars for a chip and hour.
       tell: hears about progress.
+      slices: how many; the replica axis of every mesh goes over them, and nothing else does.
 
     Raises:
       ValueError: if no mesh divides the model and batch.
     """
-    devices = len(topology.devices_of(name))
+    devices = len(topology.devices_of(name, slices))
     plans = []
     for batch_size in space.batch_sizes:
         variants = [
@@ -57,7 +64,7 @@ def search(
             )
             if batch_size % parts == 0
         ]
-        ranked = rank(config, batch_size, min(space.micro_batches), devices)
+        ranked = rank(config, batch_size, min(space.micro_batches), devices, slices)
         if not ranked:
             tell(f"no mesh over {devices} devices divides {batch_size} rows and the model")
         for mesh in ranked[: space.meshes]:
@@ -70,7 +77,7 @@ def search(
                     model=dataclasses.replace(config.model, remat=remat),
                 )
                 try:
-                    plan = make_plan(tried, name, price)
+                    plan = make_plan(tried, name, price, slices)
                 except ValueError as reason:
                     tell(f"left out: {reason}")
                     continue
@@ -80,25 +87,27 @@ def search(
                 if plan.fits:
                     break
     if not plans:
-        raise ValueError(f"nothing to try on {name}: no mesh divides the model and the batches {space.batch_sizes}")
+        where = topology.describe(name, slices)
+        raise ValueError(f"nothing to try on {where}: no mesh divides the model and the batches {space.batch_sizes}")
     return plans
 
 
-def rank(config: TrainConfig, batch_size: int, micro_batches: int, devices: int) -> list[MeshConfig]:
+def rank(config: TrainConfig, batch_size: int, micro_batches: int, devices: int, slices: int = 1) -> list[MeshConfig]:
     """Meshes that divide the model and the batch, those that move the fewest bytes first.
 
     Args:
       config: of the run.
       batch_size: rows of a step.
       micro_batches: parts of it.
-      devices: to arrange.
+      devices: to arrange, of all slices.
+      slices: that the replica axis goes over.
     """
     model, tokens = config.model, config.data.sequence_length
     rows = batch_size // micro_batches
     found = []
-    for data, fsdp, context, tensor in _factors(devices, 4):
+    for data, fsdp, context, tensor in _factors(devices // slices, 4):
         divides = (
-            rows % (data * fsdp) == 0
+            rows % (slices * data * fsdp) == 0
             and tokens % context == 0
             and model.model_dim % fsdp == 0
             and model.num_heads % tensor == 0
@@ -106,7 +115,7 @@ def rank(config: TrainConfig, batch_size: int, micro_batches: int, devices: int)
             and model.vocab_size % tensor == 0
         )
         if divides:
-            found.append(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor))
+            found.append(MeshConfig(replica=slices, data=data, fsdp=fsdp, context=context, tensor=tensor))
     return sorted(found, key=lambda mesh: bytes_moved(config, batch_size, micro_batches, mesh))
 
 
@@ -116,11 +125,12 @@ def bytes_moved(config: TrainConfig, batch_size: int, micro_batches: int, mesh: 
     Parameters are gathered in bfloat16 forward and backward and their gradients scattered, for every micro-batch;
     copies of them are summed in float32. Split heads gather base heads of the IHA layers and sum the outputs of both
     halves of every layer; split sequences gather keys and values of the global layers. Backward costs as much again.
+    Gradients are summed over slices, too, where a byte takes so much longer that it counts as many.
     """
     model = config.model
     matrices = 4 * model.model_dim * model.num_heads * model.dim_per_head + 2 * model.model_dim * model.hidden_dim
     parameters = model.num_layers * matrices + model.vocab_size * model.model_dim
-    rows = batch_size / (mesh.data * mesh.fsdp)
+    rows = batch_size / (mesh.replica * mesh.data * mesh.fsdp)
     stream = 2 * rows * config.data.sequence_length / mesh.context * model.model_dim
 
     def missing(parts: int) -> float:
@@ -128,6 +138,7 @@ def bytes_moved(config: TrainConfig, batch_size: int, micro_batches: int, mesh: 
 
     moved = 3 * 2 * micro_batches * parameters / mesh.tensor * missing(mesh.fsdp)
     moved += 2 * 4 * parameters / (mesh.fsdp * mesh.tensor) * missing(mesh.data)
+    moved += _SLOWER * 2 * 4 * parameters / (mesh.fsdp * mesh.tensor) * missing(mesh.replica)
     iha = model.layer_kinds.count("iha")
     moved += 2 * stream * missing(mesh.tensor) * (4 * model.num_layers + 3 * iha)
     wide = sum(model.window(kind) is None for kind in model.layer_kinds)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -44,14 +44,20 @@ def check(name: str) -> tuple[str, tuple[int, ...]]:
     return generation, sizes
 
 
-def devices_of(name: str) -> "Sequence[jax.Device]":
-    """The devices of a slice, to compile for.
+def devices_of(name: str, slices: int = 1) -> "Sequence[jax.Device]":
+    """The devices of one or more equal slices, to compile for.
+
+    Args:
+      name: of a slice, "v5p:4x4x8".
+      slices: how many, joined by the data-centre network.
 
     Raises:
-      ValueError: if there is no such slice.
+      ValueError: if there is no such slice, or there are fewer than one.
       RuntimeError: if this machine's jax or libtpu cannot compile for it.
     """
     generation, sizes = check(name)
+    if slices < 1:
+        raise ValueError(f"slices must be at least 1, got {slices}")
     import jax
     from jax.experimental import topologies
 
@@ -61,7 +67,7 @@ def devices_of(name: str) -> "Sequence[jax.Device]":
             "compiles without a TPU"
         )
     label = f"{_LIBTPU_NAMES.get(generation, generation)}:{'x'.join(map(str, sizes))}"
-    options = {}
+    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
     if math.prod(sizes) < 4:  # a single chip is a host of its own
         options["chips_per_host_bounds"] = [*sizes, *[1] * (3 - len(sizes))]
     try:
@@ -70,6 +76,11 @@ def devices_of(name: str) -> "Sequence[jax.Device]":
         raise RuntimeError(
             f"libtpu has no topology {label} ({error}); is it installed (pip install libtpu), and new enough?"
         ) from error
+
+
+def describe(name: str, slices: int) -> str:
+    """In words: "v5p:4x4x8", or "2 slices of v5p:4x4x8"."""
+    return name if slices == 1 else f"{slices} slices of {name}"
 
 
 def torus(name: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from iha_jax import sharding
 from iha_jax.models.config import AttentionKind, ModelConfig
 from iha_jax.nn.attention import InterleavedHeadAttention
 from iha_jax.nn.cache import AttentionCache
@@ -123,7 +124,8 @@ class Block(nnx.Module):
         """Continues each row by a chunk."""
         y, cache = self.attention.decode(self.attention_norm(x), cache, positions, segment_ids)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        with sharding.tokens_whole_if_uneven(x.shape[1]):
+            return x + self.mlp(self.mlp_norm(x)), cache
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from iha_jax import sharding
 from iha_jax.models.block import Block, dropout, make_norm
 from iha_jax.models.config import ModelConfig, RematPolicy
 from iha_jax.models.stacking import stack_parameters, stacked_module, unstack_parameters
@@ -188,7 +189,8 @@ class Transformer(nnx.Module):
         # Inside a scan lengths are always traced; look here, where they may be concrete.
         added = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
         check_room(cache.lengths, cache.lengths + added, cache.max_length)
-        x = self.embedding(tokens)
+        with sharding.tokens_whole_if_uneven(tokens.shape[1]):
+            x = self.embedding(tokens)
 
         new_cycle = cache.cycle
         if len(self.cycle):
@@ -209,7 +211,8 @@ class Transformer(nnx.Module):
             new_layers.append(layer_cache)
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
-        logits = self.embedding.logits(self.final_norm(x))
+        with sharding.tokens_whole_if_uneven(x.shape[1]):
+            logits = self.embedding.logits(self.final_norm(x))
         return logits, TransformerCache(cycle=new_cycle, layers=tuple(new_layers))
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from iha_jax import sharding
-from iha_jax.nn.cache import AttentionCache
+from iha_jax.nn.cache import AttentionCache, Chunk
 from iha_jax.nn.norms import RMSNorm
 from iha_jax.nn.parameters import Initializer, compute_dtype, kernel, parameter, require_positive, split_keys
 from iha_jax.ops.rope import Rope
@@ -197,7 +197,8 @@ class AttentionProjections(nnx.Module):
 
         Returns:
           Outputs ``[B, t, Do]`` and the new cache. A row that would pass ``max_length`` is NaN and leaves the
-          cache unchanged, where lengths are traced.
+          cache unchanged, where lengths are traced. On a mesh that splits tokens, a chunk or a cache that does not
+          divide is whole on every device along those axes.
 
         Raises:
           ValueError: if the layer is not causal or the cache is another layer's; if a row would pass
@@ -214,6 +215,11 @@ class AttentionProjections(nnx.Module):
                 "make it with this layer's init_cache."
             )
         chunk = cache.plan(x.shape[1], positions, segment_ids)
+        keys = cache.num_slots + (0 if self.window is None else x.shape[1])
+        with sharding.tokens_whole_if_uneven(x.shape[1], keys):
+            return self._decode(x, cache, chunk)
+
+    def _decode(self, x: Array, cache: AttentionCache, chunk: Chunk) -> tuple[Array, AttentionCache]:
         query, key, value = self._project(x, x)
         key = self._to_cache(key, chunk.positions)
         if self.window is None:

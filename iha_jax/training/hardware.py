@@ -50,22 +50,27 @@ class Memory:
       hbm_bandwidth: bytes per second.
       ici_links: to neighbouring chips, two for every dimension of the torus.
       ici_bandwidth: bytes per second of one link in one direction.
+      dcn_bandwidth: bytes per second to other slices in one direction, this device's share of its host's network cards.
     """
 
     hbm_bytes: float
     hbm_bandwidth: float
     ici_links: int
     ici_bandwidth: float
+    dcn_bandwidth: float
 
 
-# cloud.google.com/tpu/docs, "System architecture" of each generation: HBM capacity and bandwidth, and the bidirectional
-# bandwidth between chips, 400, 1200, 800 and 1200 GB/s a chip, here by link and direction. A TPU7x chip is two devices,
-# which share its memory and links.
+# cloud.google.com/tpu/docs, "System architecture" of each generation: HBM capacity and bandwidth, and the
+# bidirectional bandwidth between chips, 400, 1200, 800 and 1200 GB/s a chip, here by link and direction. A TPU7x chip
+# is two devices, which share its memory and links. To the data-centre network: v5e 6.4 Tbit/s for a pod of 256 chips
+# (two cards of 100 Gbit/s for 8 chips), v5p 50 Gbit/s a chip, v6e 25.6 Tbit/s for 256 chips (four cards of 200 Gbit/s
+# for 8 chips). Assumed, not published: that this holds in each direction, as of Ethernet, and that a TPU7x chip has
+# the 100 Gbit/s of a v6e.
 _MEMORY = {
-    "TPU v5 lite": Memory(16 * 2**30, 819e9, 4, 50e9),
-    "TPU v5": Memory(95 * 2**30, 2765e9, 6, 100e9),
-    "TPU v6 lite": Memory(32 * 2**30, 1640e9, 4, 100e9),
-    "TPU7x": Memory(96 * 2**30, 3690e9, 6, 50e9),
+    "TPU v5 lite": Memory(16 * 2**30, 819e9, 4, 50e9, 3.125e9),
+    "TPU v5": Memory(95 * 2**30, 2765e9, 6, 100e9, 6.25e9),
+    "TPU v6 lite": Memory(32 * 2**30, 1640e9, 4, 100e9, 12.5e9),
+    "TPU7x": Memory(96 * 2**30, 3690e9, 6, 50e9, 6.25e9),
 }
 
 

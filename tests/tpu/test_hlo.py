@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from iha_jax import compat
-from tpu.counts import count, replica_groups
+from tpu.counts import count
+from tpu.groups import replica_groups, slices_of
 from tpu.hlo import Module
 
 ONE = {"x": 1}
@@ -152,6 +153,83 @@ def test_pieces_of_one_collective_count_once(chain, times):
     """And those of different ones do not, although all within shard_map are of channel 1."""
     found = count(Module(SPREAD.format(chain=chain)), {"x": 4}).collectives
     assert [c.bytes for c in found] == [64] * times
+
+
+# What the compiler leaves of a sum over two slices of two chips, once for each of three layers: a sum within the slice,
+# a buffer handed to the host and one taken back.
+SLICES = """HloModule m, num_partitions=2
+
+%condition (state: (s32[], f32[2,8,128])) -> pred[] {{
+  %state = (s32[]{{:T(128)}}, f32[2,8,128]{{2,1,0:T(8,128)}}) parameter(0)
+  %limit = s32[]{{:T(128)}} constant(3)
+  %at = s32[]{{:T(128)}} get-tuple-element(%state), index=0
+  ROOT %less = pred[]{{:T(512)}} compare(%at, %limit), direction=LT
+}}
+
+%body (state: (s32[], f32[2,8,128])) -> (s32[], f32[2,8,128]) {{
+  %state = (s32[]{{:T(128)S(1)}}, f32[2,8,128]{{2,1,0:T(8,128)}}) parameter(0)
+  %at = s32[]{{:T(128)S(1)}} get-tuple-element(%state), index=0
+  %one = s32[]{{:T(128)S(1)}} constant(1)
+  %own = f32[2,8,128]{{2,1,0:T(8,128)}} get-tuple-element(%state), index=1
+  %here = f32[2,8,128]{{2,1,0:T(8,128)S(1)}} all-reduce(%own), channel_id=9, replica_groups={{}}, to_apply=%add
+  %token = token[] after-all()
+  %send = (f32[2,8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) send(%own, %token), channel_id=1, {attributes}
+  %sent = token[] send-done(%send), channel_id=1, {attributes}
+  %recv = ({result}{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) recv(%token), channel_id=2, {attributes}
+  %done = ({result}{{2,1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=2, {attributes}
+  %next = s32[]{{:T(128)S(1)}} add(%at, %one)
+  ROOT %out = (s32[]{{:T(128)S(1)}}, f32[2,8,128]{{2,1,0:T(8,128)}}) tuple(%next, %own)
+}}
+
+ENTRY %main (start: f32[2,8,128]) -> (s32[], f32[2,8,128]) {{
+  %start = f32[2,8,128]{{2,1,0:T(8,128)}} parameter(0)
+  %zero = s32[]{{:T(128)}} constant(0)
+  %both = (s32[]{{:T(128)}}, f32[2,8,128]{{2,1,0:T(8,128)}}) tuple(%zero, %start)
+  ROOT %loop = (s32[]{{:T(128)}}, f32[2,8,128]{{2,1,0:T(8,128)}}) while(%both), condition=%condition, body=%body
+}}
+"""
+TO_OTHERS = (
+    'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '{target}_xla_megascale_transfer_type="{kind}"}}, metadata={{op_name="step/sum"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "result", "expected"),
+    [
+        ("ALL_REDUCE", '_xla_megascale_target="{1,2}x{0:1}",', "f32[2,8,128]", ("all-reduce", (0, 2), 8192)),
+        ("ALL_REDUCE", '_xla_megascale_target="{1:4}x{0:1}",', "f32[2,8,128]", ("all-reduce", (0, 2, 4, 6), 8192)),
+        ("ALL_GATHER", '_xla_megascale_target="{1,2}x{0:1}",', "f32[4,8,128]", ("all-gather", (0, 2), 16384)),
+        ("REDUCE_SCATTER", '_xla_megascale_target="{2,1}x{0:1}",', "f32[1,8,128]", ("reduce-scatter", (2, 0), 4096)),
+        ("ALL_TO_ALL", "", "f32[2,8,128]", ("all-to-all", (0, 2), 8192)),
+        ("ONE_TO_ONE", "", "f32[2,8,128]", ("collective-permute", (0, 2), 8192)),
+    ],
+)
+def test_collectives_between_slices(kind, target, result, expected):
+    slices = 4 if "4" in target else 2
+    attributes = TO_OTHERS.format(kind=kind, target=target)
+    found = count(Module(SLICES.format(attributes=attributes, result=result)), {"replica": slices, "x": 2}, slices)
+    here, over = found.collectives
+    assert (here.kind, here.axes, here.group, here.between_slices) == ("all-reduce", ("x",), (0, 1), False)
+    assert (over.kind, over.group, over.bytes) == expected
+    assert (over.axes, over.count, over.name, over.between_slices) == (("replica",), 3, "step/sum", True)
+    # A trip reads the buffer for the sum here and for the host, and writes what comes back; the rest is on chip.
+    assert found.hbm_bytes == 3 * (8192 + 8192 + expected[2])
+
+
+def test_other_transfers_of_hosts_are_no_collectives():
+    attributes = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="callback"}'
+    found = count(Module(SLICES.format(attributes=attributes, result="f32[2,8,128]")), {"replica": 2, "x": 2}, 2)
+    assert [c.between_slices for c in found.collectives] == [False]
+    unknown = SLICES.format(attributes=TO_OTHERS.format(kind="ALL_OR_NOTHING", target=""), result="f32[2,8,128]")
+    with pytest.raises(ValueError, match=r"transfer between slices: .*'ALL_REDUCE'.* got 'ALL_OR_NOTHING'"):
+        count(Module(unknown), {"replica": 2, "x": 2}, 2)
+
+
+def test_slices_are_numbered_from_one():
+    assert slices_of('_xla_megascale_target="{1,2,3,4}x{0:3}"') == (0, 1, 2, 3)
+    assert slices_of('_xla_megascale_target="{1:3,5}x{0:255}"') == (0, 1, 2, 4)
+    assert slices_of('_xla_megascale_transfer_type="ALL_TO_ALL"') is None
 
 
 def test_groups_in_every_notation():

@@ -169,9 +169,17 @@ def test_a_signal_to_both_processes_stops_both_and_the_run_goes_on_in_two_or_one
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_other_and_the_run_resumes(plain, cache):
-    checkpoint = dataclasses.replace(plain.checkpoint, every=4)
-    run = dataclasses.replace(plain, name="killed", steps=4000, checkpoint=checkpoint)
+def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_two_or_one(plain, cache):
+    """After the crash of one machine the run is, from the last checkpoint on, what it would have been without."""
+    first_mesh, other_mesh = MeshConfig(data=2, fsdp=4), MeshConfig(fsdp=2, context=2, tensor=2)
+    run = dataclasses.replace(
+        plain,
+        name="killed",
+        steps=4000,  # until it is killed; the schedule must not follow them
+        optimizer=dataclasses.replace(plain.optimizer, decay_steps=40),
+        checkpoint=dataclasses.replace(plain.checkpoint, every=4),
+        mesh=first_mesh,
+    )
     arguments = ("--distributed.heartbeat-timeout", "10")
     with Launch(run, 2, 4, cache, *arguments) as launch:
         launch.wait_for("step 9/4000")
@@ -187,10 +195,20 @@ def test_a_killed_process_ends_the_other_and_the_run_resumes(plain, cache):
     assert any(words in output for words in ("process 1 is gone", "another process died", "another task died"))
     saved = max(int(p.name) for p in (run.run_directory / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 4
-    end = dataclasses.replace(run, steps=saved + 4)
-    with Launch(end, 2, 4, cache) as launch:
+    run = dataclasses.replace(run, steps=saved + 6)
+    copy = dataclasses.replace(run, name="killed-too")
+    shutil.copytree(run.run_directory, copy.run_directory)
+    whole = dataclasses.replace(run, name="whole")
+    with Launch(whole, 2, 4, cache) as launch:
+        assert launch.finish() == [0, 0], launch.output(0) + launch.output(1)
+    expected = series(whole)
+    assert {step for step, name in expected if name == "data_crc"} == set(range(1, saved + 7))
+    # As many processes and the same mesh: the same sums in the same order.
+    with Launch(run, 2, 4, cache) as launch:
         assert launch.finish() == [0, 0], launch.output(0) + launch.output(1)
         assert f"resuming {run.run_directory} at step {saved}" in launch.output(0)
+    assert series(run) == expected
+    assert_same(alone(copy, mesh=other_mesh), expected)
 
 
 def test_a_process_left_alone_gives_up_and_says_what_to_check():
@@ -295,6 +313,42 @@ class Together(Processes):
             heard(text)
 
         threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_signal_heard_by_one_process_stops_all():
+    """The real signal, in one of three: from its handler through the store to the others."""
+    count, store, changed = 3, {}, threading.Condition()
+    told = [[] for _ in range(count)]
+    processes = [Together(i, count, store, changed) for i in range(count)]
+    stops = [StopSignals(told[i].append, processes[i]) for i in range(count)]
+    passed = [0] * count
+
+    def work(i):
+        while passed[i] < 5000:
+            time.sleep(0.001 * (i + 1))
+            try:
+                stops[i].check()
+            except StopRequested:
+                return
+            passed[i] += 1
+
+    for i in (0, 2):
+        processes[i].watch("stop", stops[i]._agree)
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 2)]
+    with stops[1]:  # it watches by itself, and takes this process's signals
+        for thread in threads:
+            thread.start()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        work(1)
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert len(set(passed)) == 1
+    assert 0 < passed[0] < 5000
+    assert [stop.received for stop in stops] == ["SIGTERM"] * count
+    assert [stop.exit_code for stop in stops] == [128 + signal.SIGTERM] * count
+    # The first speaks for all, and the one that heard it.
+    assert told == [["SIGTERM received by process 1: saving, then exiting"]] * 2 + [[]]
 
 
 @pytest.mark.parametrize("moment", ["check", "run", "between"])

@@ -68,8 +68,9 @@ def _text(content: Any) -> str:
         return content
     if isinstance(content, Sequence):
         parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
-            return "".join(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(content):
+            return "".join(texts)
     raise ValueError("content isn't text")
 
 

@@ -144,7 +144,7 @@ class DataPipeline:
         """Every streams-th document (or packed row) of a source's training split, endless and shuffled."""
         config = self.config
         packed = source.kind == "packed"
-        data = self._packed(source, held_out=False) if packed else grain.MapDataset.source(self._documents[source])
+        data: Any = self._packed(source, held_out=False) if packed else grain.MapDataset.source(self._documents[source])
         # A seed of its own for every source, so that adding one leaves the others' order alone.
         data = data.seed(config.seed + zlib.crc32(repr(dataclasses.replace(source, weight=1.0)).encode()))
         data = (data.shuffle() if config.shuffle else data).repeat()[lane :: config.streams]

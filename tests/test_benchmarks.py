@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks import decode
 from benchmarks import step as benchmark
 from iha_jax.data import DataConfig
 from iha_jax.models import IHAConfig, ModelConfig
@@ -52,3 +53,15 @@ def test_the_step_is_measured_against_products_of_its_own_sizes(tmp_path, capsys
     assert 0 < shares[0] <= shares[1]  # masked pairs and recomputation make executed FLOPs the larger
     assert re.search(r"one / two: step time \d", out)
     assert "model FLOPs 1.000" in out
+
+
+@pytest.mark.slow
+def test_decoding_is_compared(capsys, monkeypatch):
+    small = {"context": 40, "tokens": 4, "batch": 2, "width": 16, "heads": 2, "vocabulary": 31, "rounds": 1}
+    arguments = [part for name, value in small.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--pseudo-heads", "2", *arguments])
+    decode.main()
+    rows = re.findall(r"^(\S.*?) {2,}\d+ +([\d.]+) +([\d.]+) MB$", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["IHA, P = 2", "MHA", "MHA, same windows"]
+    assert rows[1][1] == "1.00"
+    assert rows[0][2] == rows[2][2]  # as large as without pseudo-heads

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from iha_jax.data.tokenizers import ByteTokenizer
 from iha_jax.evaluation.engine import Engine, bucket
 from iha_jax.evaluation.generate import Generator
 from iha_jax.evaluation.sampling import Sampling, choose, restrict
+from iha_jax.generate import main
 from iha_jax.models import IHAConfig, MHAConfig, ModelConfig, Transformer
 from iha_jax.training.state import ModelFunctions
+from tests.evaluation.runs import make_run
 
 SMALL = ModelConfig(
     vocab_size=258,
@@ -246,3 +249,26 @@ def test_wrong_sampling(options):
     [name] = options
     with pytest.raises(ValueError, match=name):
         Sampling(**options)
+
+
+def test_the_command(tmp_path, capsys):
+    run = str(make_run(tmp_path / "run", 64))
+    assert main([run, "--prompt", "one", "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    alone = capsys.readouterr().out
+    assert alone.startswith("one")
+    arguments = ["--prompt", "one", "--prompt", "two", "--samples", "2", "--max-new-tokens", "5", "--json"]
+    assert main([run, *arguments, "--temperature", "0"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
+    assert lines[0]["text"] == lines[1]["text"] == alone[len("one") : -1]
+    (tmp_path / "prompt.txt").write_text("three")
+    assert main([run, "--prompt-file", str(tmp_path / "prompt.txt"), "--samples", "2", "--max-new-tokens", "5"]) == 0
+    assert "--- 'three', sample 1" in capsys.readouterr().out
+    for arguments, message in (
+        ([run], "there is no prompt"),
+        ([run, "--prompt", "x" * 99], "max_length=64"),
+        ([run, "--prompt", "x", "--top-p", "2"], "top_p must be above 0"),
+        ([str(tmp_path / "nowhere"), "--prompt", "x"], "no config at"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(arguments)

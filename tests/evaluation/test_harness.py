@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
-from iha_jax.data import DataConfig
-from iha_jax.models import IHAConfig, ModelConfig
-from iha_jax.training.checkpoint import save_params
-from iha_jax.training.config import OptimizerConfig, TrainConfig
-from iha_jax.training.serialization import to_json
-from iha_jax.training.state import ModelFunctions
 from iha_jax.training.trained import open_trained
 from tests.evaluation.data import data_file
+from tests.evaluation.runs import make_run
 
 pytest.importorskip("lm_eval")
 
@@ -26,31 +21,7 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's directory with random parameters; bytes are its tokens."""
-    from iha_jax.models import Transformer
-
-    model = ModelConfig(
-        vocab_size=258,
-        max_length=LENGTH,
-        num_layers=2,
-        model_dim=16,
-        num_heads=2,
-        pattern=("iha", "mha"),
-        iha=IHAConfig(num_pseudo_heads=2, window=4),
-        tied_embeddings=False,
-    )
-    directory = tmp_path_factory.mktemp("harness") / "run"
-    config = TrainConfig(
-        name="run",
-        directory=str(directory.parent),
-        model=model,
-        data=DataConfig(sequence_length=LENGTH, chat_template="plain"),
-        optimizer=OptimizerConfig(warmup_steps=0),
-    )
-    directory.mkdir()
-    save_params(directory, ModelFunctions(Transformer(model, rngs=jax.random.key(1))).params)
-    (directory / "config.json").write_text(to_json(config))
-    return directory
+    return make_run(tmp_path_factory.mktemp("harness") / "run", LENGTH)
 
 
 @pytest.fixture(scope="module")

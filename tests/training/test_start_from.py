@@ -1,11 +1,13 @@
 """A run that starts with another's parameters."""
 
 import dataclasses
+import json
 
 import chex
 import jax
 import pytest
 
+from iha_jax.data import SourceConfig
 from iha_jax.training.checkpoint import load_params, save_params
 from iha_jax.training.config import OptimizerConfig
 from iha_jax.training.display import Display
@@ -68,3 +70,33 @@ def test_a_start_that_does_not_fit(tiny):
         run(dataclasses.replace(config, start_from=str(config.run_directory.with_name("start"))))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nowhere"):
         run(dataclasses.replace(config, start_from=str(config.run_directory.with_name("nowhere"))))
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_conversations(tiny, tmp_path):
+    """Only the assistant's words count, and they are learnt; the loss is that of those words alone."""
+    words = ["yes", "no", "maybe"]
+    records = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": words[i % 3]}]}
+        for i in range(300)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tiny(steps=60, batch_size=8, optimizer=OptimizerConfig(peak_lr=1e-2, final_lr=1e-3, warmup_steps=2))
+    data = dataclasses.replace(
+        config.data,
+        sources=(SourceConfig("files", str(tmp_path / "chats.jsonl"), format="chat"),),
+        packing="fit",
+        chat_template="plain",
+        sequence_length=48,
+    )
+    model = dataclasses.replace(config.model, max_length=48)
+    save_params(config.run_directory.with_name("start"), Trainer(config, StopSignals(lambda text: None)).state.params)
+    start = str(config.run_directory.with_name("start"))
+    run(dataclasses.replace(config, data=data, model=model, start_from=start))
+    lines = [json.loads(line) for line in (config.run_directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    # Three answers, equally likely before the number is understood: ln 3 for the first letter, next to nothing after.
+    assert losses[0] > 4
+    assert losses[-1] < 0.6
+    held_out = [line["held_out/loss"] for line in lines if "held_out/loss" in line]
+    assert held_out[-1] < 0.6

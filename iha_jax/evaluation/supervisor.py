@@ -10,6 +10,7 @@ grants them, so that its end is everybody's; that one's child gives up rights an
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -319,11 +320,8 @@ def _program(task: dict, output: int, report: int) -> None:
         ending = ("exited", f"asked to exit, with {error.code!r}")
     except MemoryError:
         ending = ("out of memory", f"a process needed more than {task['memory_bytes']} bytes")
-    except OSError as error:
-        large = error.errno == 27  # EFBIG
-        ending = ("too much output", f"a file of more than {task['file_bytes']} bytes") if large else _failed(error)
     except BaseException as error:
-        ending = _failed(error)
+        ending = _ending(error, task)
     if os.getpid() != pid:
         os._exit(0)  # a child that the program forked and that came back here
     with contextlib.suppress(Exception):
@@ -331,6 +329,16 @@ def _program(task: dict, output: int, report: int) -> None:
         sys.stderr.flush()
     tell("end", outcome=ending[0], detail=ending[1])
     os._exit(0)
+
+
+def _ending(error: BaseException, task: dict) -> tuple[str, str]:
+    """What an exception that nobody caught says of the limits."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EFBIG:
+        return "too much output", f"a file of more than {task['file_bytes']} bytes"
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "start new thread" in str(error)):
+        return "too many processes", f"more than {task['processes']} at once"
+    return _failed(error)
 
 
 def _failed(error: BaseException) -> tuple[str, str]:

@@ -53,6 +53,8 @@ def test_what_passes_and_what_fails():
         ("import os\nos._exit(0)", "exited"),
         ("import sys\nsys.exit()", "exited"),
         ("import os\nwhile True: os.fork()", "too many processes"),
+        # What a fork says where the kernel's own limit is in force, that is not for root.
+        ("raise BlockingIOError(11, 'Resource temporarily unavailable')", "too many processes"),
     ],
 )
 def test_programs_without_measure(source, outcome):

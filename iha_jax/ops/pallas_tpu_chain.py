@@ -1,5 +1,6 @@
 """The chain rule of one head for a tile of queries: from gradients of outputs to those of pseudo-heads."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -88,7 +89,10 @@ class HeadChain:
         if spec.mixes_values:
             probabilities = probabilities.astype(spec.dtype)
             self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
-        self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
+        if spec.kind == "local":
+            self._add_blocks(scratch.d_key, at, d_scores, scratch.query[self.head])
+        else:
+            self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
         d_query = self._by_parts(d_scores, scratch.key, at, "rows")
         if not spec.across_heads:
             return d_query, None
@@ -107,12 +111,31 @@ class HeadChain:
     def _add(self, to, at, found: Array) -> None:
         """Adds to a chunk's gradients; to what a local tile's own keys have none of yet, it writes."""
         spec = self.spec
-        if spec.kind == "global" or spec.heads != spec.kv_heads:
+        if not self._writes:
             to[self.kv, at, :] += found
             return
         if spec.history:
             to[self.kv, pl.ds(at.start, spec.history), :] += found[: spec.history]
         to[self.kv, tile.rows_at(at.start, spec.history, spec.rows), :] = found[spec.history :]
+
+    def _add_blocks(self, to, at, x: Array, y: Array) -> None:
+        """Adds the product of ``x`` transposed ``[rows, chunk]`` with ``y``, without what `Spec.blocks` leave out."""
+        spec, found = self.spec, []
+        for rows, columns in spec.blocks:
+            found.append((columns, tile.dot(spec, x[rows, columns], y[rows], (0, 0))))
+        ends = {end for columns, _ in found for end in (columns.start, columns.stop)}
+        for start, stop in itertools.pairwise(sorted({0, spec.history, spec.chunk, *ends})):
+            here = [z[start - c.start : stop - c.start] for c, z in found if c.start <= start and stop <= c.stop]
+            rows = tile.rows_at(at.start, start, stop - start)
+            if start >= spec.history and self._writes:
+                to[self.kv, rows, :] = sum(here[1:], here[0]) if here else jnp.zeros((stop - start, y.shape[1]), F32)
+            elif here:
+                to[self.kv, rows, :] += sum(here[1:], here[0])
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this head is the first that has gradients of the newest keys."""
+        return self.spec.kind == "local" and self.spec.heads == self.spec.kv_heads
 
 
 def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: HeadChain):

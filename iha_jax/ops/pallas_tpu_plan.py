@@ -73,12 +73,13 @@ def plan(
         tile = _tile(sizes.global_rows if wide else sizes.local_rows, query_len, pseudo)
         shape = _local(tile, band.left, band.right, pseudo, causal, window, key_len if shifted else None)
         if shape["chunk"] <= LOCAL_CHUNK:
-            # Moving the kept tiles half as often is worth some memory, but not fewer heads at a time.
-            candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (2, 1)]
+            # Moving the kept tiles less often is worth some memory, but not fewer heads at a time.
+            candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (4, 2, 1)]
     for rows in (sizes.global_rows, sizes.global_rows // 2):
         tile = _tile(rows, query_len, pseudo)
         shape = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band, sizes)
         candidates += [(shape, k) for k in parts]
+    head_size, value_size = head_dim, value_dim
     head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
     limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
     if limit is not None:
@@ -101,6 +102,8 @@ def plan(
             kv_heads=part,
             head_dim=head_dim,
             value_dim=value_dim,
+            head_size=head_size,
+            value_size=value_size,
             out_heads=sources if across_heads else part_heads,
             across_heads=across_heads,
             mixes_values=True,

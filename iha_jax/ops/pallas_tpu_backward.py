@@ -74,7 +74,8 @@ class Scratch(NamedTuple):
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
     of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
-    slope: Any  # likewise, with a soft cap only
+    means: Any  # float32 [2, rows, 128], of the gradients of probabilities, local only
+    slope: Any  # float32 [2, rows, chunk], with a soft cap only
     d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
     weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
     d_scores: Any  # [2, rows, chunk], local only
@@ -147,6 +148,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pltpu.VMEM(d_rows, F32),
         fwd.local_only(spec, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, spec.chunk),
+        fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
@@ -340,7 +342,7 @@ def _attend(
                 scratch.d_weights[slot] = base.from_pieces(spec, d_pieces)
 
         def exponentiate(head, slot):
-            del head
+            chain, means = HeadChain(spec, head, weights, extra, scratch), []
             for part in spec.parts:
                 rows, columns = part.rows, part.columns
                 top = tile.over_lanes(scratch.of_rows[slot, rows, :], part.width)
@@ -348,25 +350,29 @@ def _attend(
                 scratch.scores[slot, rows, columns] = weight
                 over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True), spec.dtype, positive=spec.sees_itself)
                 scratch.of_rows[slot, rows, :] = tile.all_lanes(over)
+                product = chain.times(weight, scratch.d_weights[slot, part.weight_rows, columns])
+                mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True) * over)
+                scratch.means[slot, rows, :] = mean
+                means.append(mean)
+            keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def reduce(head, slot):
-            chain = HeadChain(spec, head, weights, extra, scratch)
-            means, found = [], []
+            chain, found = HeadChain(spec, head, weights, extra, scratch), []
             for part in spec.parts:
                 rows, columns, weight_rows = part.rows, part.columns, part.weight_rows
-                slope = None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns]
-                weight, over = scratch.scores[slot, rows, columns], scratch.of_rows[slot, rows, :]
-                product = chain.times(weight, scratch.d_weights[slot, weight_rows, columns])
-                mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
-                probabilities, d_scores = chain.reduce(weight, product, mean, over, slope, rows)
+                probabilities, scratch.d_scores[slot, rows, columns] = chain.reduce(
+                    scratch.scores[slot, rows, columns],
+                    scratch.d_weights[slot, weight_rows, columns],
+                    scratch.means[slot, rows, :],
+                    scratch.of_rows[slot, rows, :],
+                    None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns],
+                    rows,
+                )
                 if spec.mixes_values:
                     scratch.weights[slot, weight_rows, columns] = probabilities.astype(spec.dtype)
-                scratch.d_scores[slot, rows, columns] = d_scores
-                means.append(mean)
                 found.append(probabilities)
             if not spec.mixes_values:
                 scratch.weights[slot] = base.to_pieces(spec, found)
-            keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def spread(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)

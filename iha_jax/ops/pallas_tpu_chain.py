@@ -47,7 +47,7 @@ class HeadChain:
     def reduce(
         self,
         weight: Array,
-        product: Array,
+        d_probabilities: Array,
         mean: Array,
         over: Array,
         slope: Array | None,
@@ -57,7 +57,7 @@ class HeadChain:
 
         Args:
           weight: unnormalised probabilities ``[rows, c]``.
-          product: `times` of them.
+          d_probabilities: as that function returns them.
           mean: ``[rows, 128]``: the probabilities' mean of their gradients.
           over: ``[rows, 128]``: what normalises the probabilities.
           slope: derivative of the logits by the products, or None for 1.
@@ -68,13 +68,15 @@ class HeadChain:
           heads' dtype.
         """
         spec, width = self.spec, weight.shape[1]
-        # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
         factor = over if spec.across_heads else self.weights.collapse[self.head, rows] * over
         probabilities = weight * tile.over_lanes(factor, width)
-        if not spec.across_heads:
+        # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
+        mean, d_probabilities = tile.over_lanes(mean * math.log(2), width), d_probabilities * math.log(2)
+        if spec.across_heads:
+            d_scores = probabilities * (d_probabilities - mean)
+        else:
+            d_scores = probabilities * tile.over_units(spec, mean, d_probabilities, lambda x, y: y - x)
             probabilities = tile.per_unit(spec, probabilities)
-        mean, factor = tile.over_lanes(mean, width), tile.over_lanes(factor * math.log(2), width)
-        d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
         return probabilities, d_scores.astype(spec.dtype)
@@ -169,7 +171,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     def gradients(j, carry, masked):
         at, scores, slope, d_probabilities = chunk(j, masked)
         weight = jnp.exp2(scores - top)
-        found = chain.reduce(weight, chain.times(weight, d_probabilities), mean, over, slope)
+        found = chain.reduce(weight, d_probabilities, mean, over, slope)
         found = chain.spread(at, *found)
         return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
 

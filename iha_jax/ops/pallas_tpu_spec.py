@@ -391,5 +391,9 @@ class Spec:
         if not mixes_values:
             total += (collapsed + self.heads * self.tile * v) * f32
         if local:
-            total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)
+            total += (
+                2 * (weights + self.rows * LANES) * f32
+                + 2 * scores * size
+                + (0 if self.logits_soft_cap is None else 2 * scores * f32)
+            )
         return total

@@ -88,20 +88,27 @@ def regions_of(listing: str) -> list[Region]:
     return found
 
 
-def bundles_per_step(regions: list[Region], spec: Spec | None, steps: int) -> float:
+def bundles_per_step(regions: list[Region], spec: Spec | None, steps: int, is_backward: bool) -> float:
     """Bundles of a grid step, on average over the grid."""
     total, sweeps = 0.0, 0
     share = 1.0
-    if spec is not None and spec.kind == "global":
+    drain = None
+    if spec is not None:
         # Keys arrive (and depart) in some steps, queries take their turns in others.
         share = spec.query_tiles / max(steps // max(spec.batch, 1), spec.query_tiles)
+        if is_backward and spec.in_step:
+            # What departs in the last steps, when nothing else happens, has a region of its own.
+            drain = [region for region in regions if region.depth == 1 and "vmatmul" in region.operations][-1]
     for region in regions:
         if region.depth == 0:
             continue
         arithmetic = sum(op in ("vmul", "vadd", "vsub", "vmax", "vmatmul", "vsel") for op in region.operations)
         loads = region.operations.count("vld")
-        times = share
-        if region.depth == 1 and "vcmp" in region.operations and "vmatmul" not in region.operations:
+        times = share if arithmetic or region.depth > 1 else 1.0
+        if region is drain:
+            assert spec is not None
+            times = spec.lag * spec.batch / steps
+        elif region.depth == 1 and "vcmp" in region.operations and "vmatmul" not in region.operations:
             if spec is not None and spec.own_masks is not None:
                 # Masks are kept from tile to tile but for the first and last ones.
                 first, last = spec.own_masks
@@ -236,12 +243,12 @@ def main() -> None:
             for kernel, listing in new_listings(known).items():
                 regions = regions_of(listing)
                 steps = grid_steps(listing)
-                bundles = bundles_per_step(regions, spec if name == "pallas" else None, steps)
+                is_backward = "backward" in kernel
+                bundles = bundles_per_step(regions, spec if name == "pallas" else None, steps, is_backward)
                 groups = spec.groups if spec is not None and name == "pallas" else 1
                 estimate = bundles * steps * groups / (clock * 1e6)
                 line = f"    {kernel:26s} {bundles:8.0f} bundles x {steps * groups} steps = {estimate:7.2f} ms"
                 if name == "pallas" and spec is not None:
-                    is_backward = "backward" in kernel
                     padded = pallas_tpu_cost.flops(spec, is_backward) * groups / peak / 1e9
                     ideal = algorithm_flops(heads, pseudo, dim, tokens, window) * (2 if is_backward else 1) / peak / 1e9
                     line += f"; MXU {padded:.2f} ms, ideal {ideal:.2f} ms, ratio {estimate / ideal:.1f}"

@@ -101,7 +101,7 @@ def _fused_forward(spec: Spec, tokens: Tokens, weights: Weights):
 def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array) -> tuple[Tokens, Weights]:
     tokens, weights = residuals
     run = functools.partial(on_platform, "tpu", functools.partial(backward, spec))
-    d_out = d_out.astype(spec.dtype)
+    d_out = prepare.output_gradient(d_out, spec).astype(spec.dtype)
     if spec.groups == 1:
         *d_heads, matrices = run(tokens, weights, d_out)
     else:

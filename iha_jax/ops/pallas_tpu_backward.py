@@ -74,12 +74,13 @@ class Scratch(NamedTuple):
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
     of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
-    slope: Any  # likewise, with a soft cap only
+    means: Any  # float32 [2, rows, 128], of the gradients of probabilities, local only
+    slope: Any  # float32 [2, rows, chunk], with a soft cap only
     d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
     weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
     d_scores: Any  # [2, rows, chunk], local only
-    unmixed_key: Any  # [k, rows, H], gradients of a departing tile's pseudo-keys before their rotation
-    unmixed_value: Any  # [k, rows, Hv], mixed only
+    unmixed_key: Any  # [k, rows/sharing, H], gradients of a departing tile's pseudo-keys before their rotation
+    unmixed_value: Any  # [k, rows/sharing, Hv], mixed only
     d_base_weights: Any  # float32 [n, pieces*tile, L*g], d_out times base values, never mixed only
     base_weights: Any  # likewise: all heads' weights of base values
 
@@ -136,6 +137,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         of_weights = fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=dtype)
     else:
         of_weights = pltpu.VMEM((2, pieces, spec.piece_lanes), F32)
+    key_sharing, value_sharing = spec.sharing(spec.key_groups), spec.sharing(spec.key_groups, values=True)
     scratch = [
         *fwd.buffers(spec),
         pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
@@ -147,12 +149,13 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         fwd.local_only(spec, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, spec.chunk),
         fwd.local_only(spec, 2, spec.rows, LANES),
+        fwd.local_only(spec, 2, spec.rows, LANES),
         fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
         fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
         of_weights,
         fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=dtype),
-        pltpu.VMEM((spec.kv_heads, spec.rows, h), dtype),
-        fwd.only_if(mixes, spec.kv_heads, spec.rows, v, dtype=dtype),
+        pltpu.VMEM((spec.kv_heads, spec.rows // key_sharing.count, h), dtype),
+        fwd.only_if(mixes, spec.kv_heads, spec.rows // value_sharing.count, v, dtype=dtype),
         fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
         fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
     ]
@@ -248,21 +251,33 @@ def _kernel(spec: Spec, structure, *refs) -> None:
         attends = (step >= spec.delay) & (step < spec.steps) & (spec.heads == spec.kv_heads)
         pl.when(jnp.logical_not(attends))(lambda: tile.for_each(spec.kv_heads, fresh))
 
-    @pl.when(step < spec.key_tiles)
-    def _():
+    def arrive():
         fwd.arrive(spec, step, tokens, weights, scratch)
 
-    @pl.when((step >= spec.delay) & (step < spec.steps))
-    def _():
+    def attend():
         _attend(spec, step, tokens, weights, extra, scratch, out)
 
-    @pl.when((step >= spec.lag) & (step < spec.lag + spec.key_tiles))
-    def _():
+    def depart():
         if spec.kind == "local":
             start = tile.window_start(spec, step)[0]
         else:
             start = pl.multiple_of((step - spec.lag) * spec.rows, 16)
         _depart(spec, step, start, weights, extra, scratch, out)
+
+    if spec.in_step:
+        # Without branches in between the compiler overlaps them. What departs in the first steps is rows of zeros, and
+        # their outputs are those of the first tile, which are written again.
+        @pl.when(step < spec.steps)
+        def _():
+            arrive()
+            attend()
+            depart()
+
+        pl.when(step >= spec.steps)(depart)
+    else:
+        pl.when(step < spec.key_tiles)(arrive)
+        pl.when((step >= spec.delay) & (step < spec.steps))(attend)
+        pl.when((step >= spec.lag) & (step < spec.lag + spec.key_tiles))(depart)
 
 
 def _attend(
@@ -279,13 +294,18 @@ def _attend(
         base.meet(spec, step, d_out, scratch.value, scratch.d_base_weights)
     size = g * spec.pseudo
 
+    sharing = spec.sharing(spec.query_groups)
+
     def keep(head, d_query, pseudo_out):
-        for i in range(spec.query_groups):
-            part = slice(i * size, (i + 1) * size)
-            if pseudo_out is not None:
+        groups = [slice(i * size, (i + 1) * size) for i in range(spec.query_groups)]
+        if pseudo_out is not None:
+            for i, part in enumerate(groups):
                 out.collapse[head] += tile.dot(spec, scratch.d_out[i], pseudo_out[part], (1, 1))
-            d_mixed = _unrotated(d_query[part], weights.query_rotation, spec.score_scale)
-            scratch.query[head, part, :] = d_mixed.astype(spec.dtype)
+        for k in range(spec.query_groups // sharing.count):
+            some = groups[k * sharing.count : (k + 1) * sharing.count]
+            d_mixed = tile.share_lanes([d_query[part] for part in some], sharing)
+            d_mixed = _unrotated(d_mixed, weights.query_rotation, spec.score_scale)
+            scratch.query[head, groups[k], :] = d_mixed.astype(spec.dtype)
 
     def keep_means(head, mean):
         if not spec.across_heads:
@@ -322,7 +342,7 @@ def _attend(
                 scratch.d_weights[slot] = base.from_pieces(spec, d_pieces)
 
         def exponentiate(head, slot):
-            del head
+            chain, means = HeadChain(spec, head, weights, extra, scratch), []
             for part in spec.parts:
                 rows, columns = part.rows, part.columns
                 top = tile.over_lanes(scratch.of_rows[slot, rows, :], part.width)
@@ -330,25 +350,29 @@ def _attend(
                 scratch.scores[slot, rows, columns] = weight
                 over = tile.reciprocal(jnp.sum(weight, axis=1, keepdims=True), spec.dtype, positive=spec.sees_itself)
                 scratch.of_rows[slot, rows, :] = tile.all_lanes(over)
+                product = chain.times(weight, scratch.d_weights[slot, part.weight_rows, columns])
+                mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True) * over)
+                scratch.means[slot, rows, :] = mean
+                means.append(mean)
+            keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def reduce(head, slot):
-            chain = HeadChain(spec, head, weights, extra, scratch)
-            means, found = [], []
+            chain, found = HeadChain(spec, head, weights, extra, scratch), []
             for part in spec.parts:
                 rows, columns, weight_rows = part.rows, part.columns, part.weight_rows
-                slope = None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns]
-                weight, over = scratch.scores[slot, rows, columns], scratch.of_rows[slot, rows, :]
-                product = chain.times(weight, scratch.d_weights[slot, weight_rows, columns])
-                mean = tile.all_lanes(jnp.sum(product, axis=1, keepdims=True)) * over
-                probabilities, d_scores = chain.reduce(weight, product, mean, over, slope, rows)
+                probabilities, scratch.d_scores[slot, rows, columns] = chain.reduce(
+                    scratch.scores[slot, rows, columns],
+                    scratch.d_weights[slot, weight_rows, columns],
+                    scratch.means[slot, rows, :],
+                    scratch.of_rows[slot, rows, :],
+                    None if spec.logits_soft_cap is None else scratch.slope[slot, rows, columns],
+                    rows,
+                )
                 if spec.mixes_values:
                     scratch.weights[slot, weight_rows, columns] = probabilities.astype(spec.dtype)
-                scratch.d_scores[slot, rows, columns] = d_scores
-                means.append(mean)
                 found.append(probabilities)
             if not spec.mixes_values:
                 scratch.weights[slot] = base.to_pieces(spec, found)
-            keep_means(head, means[0] if len(means) == 1 else jnp.concatenate(means, axis=0))
 
         def spread(head, slot):
             chain = HeadChain(spec, head, weights, extra, scratch)
@@ -365,7 +389,16 @@ def _attend(
     else:
         tile.for_each(spec.heads, one_head)
     h = spec.head_dim
-    tile.unmix_heads(spec, scratch.query, size, extra.query_t, scratch.query_base, scratch.d_query_base, out.mix_query)
+    tile.unmix_heads(
+        spec,
+        scratch.query,
+        size,
+        extra.query_t,
+        scratch.query_base,
+        scratch.d_query_base,
+        out.mix_query,
+        sharing,
+    )
     tile.scatter_base(scratch.d_query_base, out.query, scratch.rows, tokens.query_rotation, spec.sources, g, h)
 
 
@@ -377,20 +410,43 @@ def _depart(spec: Spec, step: Array, start, weights: Weights, extra: Extra, scra
     if spec.mixes_values:
         tile.gather_base(extra.value, scratch.value_base, scratch.rows, None, *sizes, v)
 
-    def unrotate(head):
-        for i in range(spec.key_groups):
-            d_mixed = scratch.d_key[head, tile.rows_at(start, i * size, size), :]
-            d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
-            scratch.unmixed_key[head, i * size : (i + 1) * size, :] = d_mixed.astype(spec.dtype)
-        if spec.mixes_values:
-            scratch.unmixed_value[head] = scratch.d_value[head, pl.ds(start, spec.rows), :].astype(spec.dtype)
+    sharing, value_sharing = spec.sharing(spec.key_groups), spec.sharing(spec.key_groups, values=True)
 
-    tile.for_each(spec.kv_heads, unrotate, together=4)
-    tile.unmix_heads(spec, scratch.unmixed_key, size, extra.key_t, scratch.key_base, scratch.d_key_base, out.mix_key)
+    def shared(ref, head, sharing):
+        for k in range(spec.key_groups // sharing.count):
+            groups = range(k * sharing.count, (k + 1) * sharing.count)
+            yield k, tile.share_lanes([ref[head, tile.rows_at(start, i * size, size), :] for i in groups], sharing)
+
+    def unrotate(head):
+        for k, d_mixed in shared(scratch.d_key, head, sharing):
+            d_mixed = _unrotated(d_mixed, weights.key_rotation, 1.0)
+            scratch.unmixed_key[head, k * size : (k + 1) * size, :] = d_mixed.astype(spec.dtype)
+        if spec.mixes_values:
+            for k, d_mixed in shared(scratch.d_value, head, value_sharing):
+                scratch.unmixed_value[head, k * size : (k + 1) * size, :] = d_mixed.astype(spec.dtype)
+
+    tile.for_each(spec.kv_heads, unrotate, together=spec.kv_heads)
+    tile.unmix_heads(
+        spec,
+        scratch.unmixed_key,
+        size,
+        extra.key_t,
+        scratch.key_base,
+        scratch.d_key_base,
+        out.mix_key,
+        sharing,
+    )
     tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
     if spec.mixes_values:
         tile.unmix_heads(
-            spec, scratch.unmixed_value, size, extra.value_t, scratch.value_base, scratch.d_value_base, out.mix_value
+            spec,
+            scratch.unmixed_value,
+            size,
+            extra.value_t,
+            scratch.value_base,
+            scratch.d_value_base,
+            out.mix_value,
+            value_sharing,
         )
         d_value = scratch.d_value_base
     else:

@@ -1,5 +1,6 @@
 """The chain rule of one head for a tile of queries: from gradients of outputs to those of pseudo-heads."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class HeadChain:
     def reduce(
         self,
         weight: Array,
-        product: Array,
+        d_probabilities: Array,
         mean: Array,
         over: Array,
         slope: Array | None,
@@ -56,7 +57,7 @@ class HeadChain:
 
         Args:
           weight: unnormalised probabilities ``[rows, c]``.
-          product: `times` of them.
+          d_probabilities: as that function returns them.
           mean: ``[rows, 128]``: the probabilities' mean of their gradients.
           over: ``[rows, 128]``: what normalises the probabilities.
           slope: derivative of the logits by the products, or None for 1.
@@ -67,13 +68,15 @@ class HeadChain:
           heads' dtype.
         """
         spec, width = self.spec, weight.shape[1]
-        # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
         factor = over if spec.across_heads else self.weights.collapse[self.head, rows] * over
         probabilities = weight * tile.over_lanes(factor, width)
-        if not spec.across_heads:
+        # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
+        mean, d_probabilities = tile.over_lanes(mean * math.log(2), width), d_probabilities * math.log(2)
+        if spec.across_heads:
+            d_scores = probabilities * (d_probabilities - mean)
+        else:
+            d_scores = probabilities * tile.over_units(spec, mean, d_probabilities, lambda x, y: y - x)
             probabilities = tile.per_unit(spec, probabilities)
-        mean, factor = tile.over_lanes(mean, width), tile.over_lanes(factor * math.log(2), width)
-        d_scores = (product - weight * mean) * factor
         if slope is not None:
             d_scores = d_scores * slope
         return probabilities, d_scores.astype(spec.dtype)
@@ -88,7 +91,10 @@ class HeadChain:
         if spec.mixes_values:
             probabilities = probabilities.astype(spec.dtype)
             self._add(scratch.d_value, at, tile.dot(spec, probabilities, self.d_out, (0, 0)))
-        self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
+        if spec.kind == "local":
+            self._add_blocks(scratch.d_key, at, d_scores, scratch.query[self.head])
+        else:
+            self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
         d_query = self._by_parts(d_scores, scratch.key, at, "rows")
         if not spec.across_heads:
             return d_query, None
@@ -107,12 +113,31 @@ class HeadChain:
     def _add(self, to, at, found: Array) -> None:
         """Adds to a chunk's gradients; to what a local tile's own keys have none of yet, it writes."""
         spec = self.spec
-        if spec.kind == "global" or spec.heads != spec.kv_heads:
+        if not self._writes:
             to[self.kv, at, :] += found
             return
         if spec.history:
             to[self.kv, pl.ds(at.start, spec.history), :] += found[: spec.history]
         to[self.kv, tile.rows_at(at.start, spec.history, spec.rows), :] = found[spec.history :]
+
+    def _add_blocks(self, to, at, x: Array, y: Array) -> None:
+        """Adds the product of ``x`` transposed ``[rows, chunk]`` with ``y``, without what `Spec.blocks` leave out."""
+        spec, found = self.spec, []
+        for rows, columns in spec.blocks:
+            found.append((columns, tile.dot(spec, x[rows, columns], y[rows], (0, 0))))
+        ends = {end for columns, _ in found for end in (columns.start, columns.stop)}
+        for start, stop in itertools.pairwise(sorted({0, spec.history, spec.chunk, *ends})):
+            here = [z[start - c.start : stop - c.start] for c, z in found if c.start <= start and stop <= c.stop]
+            rows = tile.rows_at(at.start, start, stop - start)
+            if start >= spec.history and self._writes:
+                to[self.kv, rows, :] = sum(here[1:], here[0]) if here else jnp.zeros((stop - start, y.shape[1]), F32)
+            elif here:
+                to[self.kv, rows, :] += sum(here[1:], here[0])
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this head is the first that has gradients of the newest keys."""
+        return self.spec.kind == "local" and self.spec.heads == self.spec.kv_heads
 
 
 def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: HeadChain):
@@ -146,7 +171,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
     def gradients(j, carry, masked):
         at, scores, slope, d_probabilities = chunk(j, masked)
         weight = jnp.exp2(scores - top)
-        found = chain.reduce(weight, chain.times(weight, d_probabilities), mean, over, slope)
+        found = chain.reduce(weight, d_probabilities, mean, over, slope)
         found = chain.spread(at, *found)
         return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
 

@@ -73,17 +73,23 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
             ("d mixing of values", visits, spec.piece_lanes, pieces * spec.tile, spec.key_base),
             ("d base values", tiles * pieces, spec.key_base, every, v),
         ]
+    turns = tiles * n * spec.query_groups // spec.sharing(spec.query_groups).count
     found += [
         ("d queries", visits, spec.rows, spec.chunk, h),
-        ("d keys", visits, spec.chunk, spec.rows, h),
-        ("d base queries", tiles * n * spec.query_groups, spec.query_base, query_rows, h),
-        ("d mixing of queries", tiles * n * spec.query_groups, query_rows, h, spec.query_base),
+        ("d base queries", turns, spec.query_base, query_rows, h),
+        ("d mixing of queries", turns, query_rows, h, spec.query_base),
     ]
+    if spec.kind == "local":
+        for rows, columns in spec.blocks:
+            found.append(("d keys", visits, columns.stop - columns.start, rows.stop - rows.start, h))
+    else:
+        found.append(("d keys", visits, spec.chunk, spec.rows, h))
     departures = b * spec.key_tiles * kv * spec.key_groups
     for name, dim in (("keys", h), ("values", v))[: 2 if spec.mixes_values else 1]:
+        times = departures // spec.sharing(spec.key_groups, values=name == "values").count
         found += [
-            (f"d base {name}", departures, spec.key_base, key_rows, dim),
-            (f"d mixing of {name}", departures, key_rows, dim, spec.key_base),
+            (f"d base {name}", times, spec.key_base, key_rows, dim),
+            (f"d mixing of {name}", times, key_rows, dim, spec.key_base),
         ]
     return found
 

@@ -9,8 +9,11 @@ from iha_jax.ops.block_sizes import Sizes, band_of
 from iha_jax.ops.pallas_tpu_spec import LANES, ROWS, SUBLANES, VMEM_BYTES, Spec, round_up
 from iha_jax.ops.types import Causal
 
-LOCAL_CHUNK = 2048
-"""Most pseudo-keys of a local tile: with 256 rows its scores take 2 MiB, each intermediate result as much again."""
+LOCAL_CHUNK = 4096
+"""Most pseudo-keys of a local tile: with 128 rows its scores take 2 MiB, each intermediate result as much again."""
+
+PIPELINED = 4
+"""Stages of the pipeline over heads (`pallas_tpu_tile.pipeline`): with fewer heads at a time it never fills."""
 
 
 class DoesNotFit(Exception):
@@ -70,15 +73,21 @@ def plan(
     shifted = plain and query_len == key_len  # the mask depends on a tile's place only at the ends
     if band is not None:
         wide = (band.left + band.right) * pseudo > 2 * sizes.local_rows
-        tile = _tile(sizes.global_rows if wide else sizes.local_rows, query_len, pseudo)
-        shape = _local(tile, band.left, band.right, pseudo, causal, window, key_len if shifted else None)
-        if shape["chunk"] <= LOCAL_CHUNK:
-            # Moving the kept tiles half as often is worth some memory, but not fewer heads at a time.
-            candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in parts for n in (2, 1)]
+        rows = sizes.global_rows if wide else sizes.local_rows
+        tiles = [_tile(rows, query_len, pseudo), _tile(rows // 2, query_len, pseudo)]
+        many = [k for k in parts if k >= min(PIPELINED, kv_heads)]
+        few = [k for k in parts if k not in many]
+        # Large tiles, small ones where that allows for enough heads, then whatever fits.
+        for tile, some in ((tiles[0], many), (tiles[1], many), (tiles[0], few), (tiles[1], few)):
+            shape = _local(tile, band.left, band.right, pseudo, causal, window, key_len if shifted else None)
+            if shape["chunk"] <= LOCAL_CHUNK:
+                # Moving the kept tiles less often is worth some memory, but not fewer heads at a time.
+                candidates += [({**shape, "slots": n * shape["slots"]}, k) for k in some for n in (4, 2, 1)]
     for rows in (sizes.global_rows, sizes.global_rows // 2):
         tile = _tile(rows, query_len, pseudo)
         shape = _global(tile, query_len, key_len, pseudo, causal if aligned else None, band, sizes)
         candidates += [(shape, k) for k in parts]
+    head_size, value_size = head_dim, value_dim
     head_dim, value_dim = round_up(head_dim, LANES), round_up(value_dim, LANES)
     limit = None if window is None else window * (pseudo if causal == "virtual" else 1)
     if limit is not None:
@@ -101,6 +110,8 @@ def plan(
             kv_heads=part,
             head_dim=head_dim,
             value_dim=value_dim,
+            head_size=head_size,
+            value_size=value_size,
             out_heads=sources if across_heads else part_heads,
             across_heads=across_heads,
             mixes_values=True,

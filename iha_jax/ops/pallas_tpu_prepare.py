@@ -26,7 +26,7 @@ class Rotation(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Everything about tokens; base heads lie side by side in the last axis.
+    """Everything about tokens; base heads lie side by side in the last axis, as `Spec.copies`.
 
     Attributes:
       query: ``[B, T, M*H]``.
@@ -87,9 +87,9 @@ def tokens(args: Arguments, spec: Spec) -> Tokens:
             rotations = [query_rotation, _rotation(args, key_index, spec, spec.key_tiles * spec.tile)]
     query_index, key_index = _indices(args, spec)
     return Tokens(
-        query=_lanes(_halves(args.query, spec.head_dim), spec.query_tiles * spec.tile),
-        key=_lanes(_halves(args.key, spec.head_dim), spec.key_tiles * spec.tile),
-        value=_lanes(_pad(args.value, 3, spec.value_dim), spec.key_tiles * spec.tile),
+        query=_lanes(_halves(args.query, spec), spec.query_tiles * spec.tile),
+        key=_lanes(_halves(args.key, spec), spec.key_tiles * spec.tile),
+        value=_lanes(_copied(args.value, spec.value_dim, spec.value_copies), spec.key_tiles * spec.tile),
         query_rotation=rotations[0],
         key_rotation=rotations[1],
         query_index=query_index,
@@ -119,7 +119,7 @@ def weights(args: Arguments, spec: Spec) -> Weights:
         tables = rope_tables(
             jnp.arange(spec.pseudo, dtype=jnp.int32), args.rope, args.head_dim, spec.pseudo, with_factor=False
         )
-        by_pseudo = _both_halves(*tables, spec.head_dim)
+        by_pseudo = _both_halves(*tables, spec)
         query_rotation = Rotation(*(jnp.repeat(x, spec.query_group, axis=0) * spec.score_scale for x in by_pseudo))
         key_rotation = Rotation(*(jnp.tile(x, (spec.key_group, 1)) for x in by_pseudo))
     return Weights(query, key, value, collapse, query_rotation, key_rotation)
@@ -166,14 +166,28 @@ def _pad(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, width)
 
 
-def _halves(x: Array, dim: int) -> Array:
-    """Pads the last axis so that each half is padded by itself and pairs (i, i + H/2) stay half the axis apart."""
-    size = x.shape[-1]
-    if size == dim:
+def output_gradient(x: Array, spec: Spec) -> Array:
+    """Spreads the gradient of an output over its copies, of which the caller took the first: ``[B, T, n*Hv]``."""
+    copies = spec.value_copies
+    if copies == 1:
         return x
-    x = _pad(x, x.ndim - 1, round_up(size, 2))
+    parts = x.reshape(*x.shape[:2], -1, copies, spec.value_dim // copies)
+    mean = jnp.sum(parts, axis=3, keepdims=True) / copies
+    return jnp.broadcast_to(mean, parts.shape).reshape(x.shape)
+
+
+def _halves(x: Array, spec: Spec) -> Array:
+    """Fills each half of the lanes by itself, so that pairs (i, i + H/2) stay half the lanes apart."""
+    x = _pad(x, x.ndim - 1, round_up(x.shape[-1], 2))
     x = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    return _pad(x, x.ndim - 1, dim // 2).reshape(*x.shape[:-2], dim)
+    x = _copied(x, spec.head_dim // 2, spec.copies)
+    return x.reshape(*x.shape[:-2], spec.head_dim)
+
+
+def _copied(x: Array, lanes: int, copies: int) -> Array:
+    """Fills the last axis with copies, each padded."""
+    x = _pad(x, x.ndim - 1, lanes // copies)
+    return x if copies == 1 else jnp.concatenate([x] * copies, axis=-1)
 
 
 def _lanes(x: Array, length: int) -> Array:
@@ -181,16 +195,16 @@ def _lanes(x: Array, length: int) -> Array:
     return _pad(x, 1, length).reshape(x.shape[0], length, -1)
 
 
-def _both_halves(cos: Array, sin: Array, dim: int) -> Rotation:
+def _both_halves(cos: Array, sin: Array, spec: Spec) -> Rotation:
     return Rotation(
-        _halves(jnp.concatenate([cos, cos], axis=-1), dim), _halves(jnp.concatenate([-sin, sin], axis=-1), dim)
+        _halves(jnp.concatenate([cos, cos], axis=-1), spec), _halves(jnp.concatenate([-sin, sin], axis=-1), spec)
     )
 
 
 def _rotation(args: Arguments, index: Array, spec: Spec, length: int) -> Rotation:
     assert args.rope is not None
     cos, sin = rope_tables(_pad(index, 1, length), args.rope, args.head_dim, spec.pseudo)
-    return _both_halves(cos, sin, spec.head_dim)
+    return _both_halves(cos, sin, spec)
 
 
 def _indices(args: Arguments, spec: Spec) -> tuple[Array, Array]:

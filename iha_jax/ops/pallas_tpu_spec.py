@@ -52,9 +52,38 @@ class Part(NamedTuple):
         return self.columns.stop - self.columns.start
 
 
+class Block(NamedTuple):
+    """Local: queries of a tile whose gradients of keys come from one product, and what they see, to whole registers.
+
+    Attributes:
+      rows: of pseudo-queries.
+      columns: of the chunk.
+    """
+
+    rows: slice
+    columns: slice
+
+
+class Sharing(NamedTuple):
+    """How groups of tokens share lanes in products of gradients, each in one of the copies of `Spec.copies`.
+
+    Attributes:
+      count: groups in a register.
+      period: lanes after which their order repeats.
+    """
+
+    count: int
+    period: int
+
+
 def round_up(x: int, multiple: int) -> int:
     """The next multiple."""
     return -(-x // multiple) * multiple
+
+
+def _copies(size: int, lanes: int) -> int:
+    """A power of two."""
+    return 1 << int(math.log2(lanes // size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +115,8 @@ class Spec:
       kv_heads: key/value heads of a part.
       head_dim: H, padded to whole registers.
       value_dim: that of the values.
+      head_size: H.
+      value_size: that of the values.
       out_heads: output heads: ``heads``, or all of them with the across-heads collapse.
       across_heads: the collapse.
       mixes_values: whether the backward kernel has pseudo-values, rather than weights of base values
@@ -123,6 +154,8 @@ class Spec:
     kv_heads: int
     head_dim: int
     value_dim: int
+    head_size: int
+    value_size: int
     out_heads: int
     across_heads: bool
     mixes_values: bool
@@ -146,8 +179,9 @@ class Spec:
 
     @property
     def score_scale(self) -> float:
-        """The factor of pseudo-queries: logits over log 2, or with a cap the argument of tanh."""
-        return self.scale * math.log2(math.e) if self.logits_soft_cap is None else self.scale / self.logits_soft_cap
+        """The factor of pseudo-queries: logits over log 2, or with a cap the argument of tanh; of every copy."""
+        scale = self.scale / self.copies
+        return scale * math.log2(math.e) if self.logits_soft_cap is None else scale / self.logits_soft_cap
 
     @property
     def rows(self) -> int:
@@ -189,6 +223,30 @@ class Spec:
         return found
 
     @property
+    def blocks(self) -> list[Block]:
+        """Local: the tile's queries in blocks that take the matrix unit least time with the keys they see.
+
+        Gradients of keys are sums over queries, up to 128 of them in one pass over a block's columns.
+        """
+        size, start = self.query_group * self.pseudo, self.history - self.delay * self.rows
+
+        def cut(groups: int) -> list[Block]:
+            found = []
+            for first in range(0, self.rows, groups * size):
+                stop = min(first + groups * size, self.rows)
+                low = max(start + first - self.seen[0], 0) // LANES * LANES
+                high = min(round_up(start + stop + self.seen[1], LANES), self.chunk)
+                found.append(Block(slice(first, stop), slice(low, high)))
+            return found
+
+        def cost(blocks: list[Block]) -> int:
+            return sum(
+                -(-(rows.stop - rows.start) // LANES) * (columns.stop - columns.start) for rows, columns in blocks
+            )
+
+        return min((cut(n) for n in range(self.query_groups, 0, -1)), key=cost)
+
+    @property
     def pieces(self) -> list[tuple[int, int]]:
         """Where values are not mixed: the groups of tokens that some query of the tile sees.
 
@@ -209,6 +267,25 @@ class Spec:
     def piece_lanes(self) -> int:
         """Lanes of a piece: a group's pseudo-keys, in whole registers."""
         return round_up(self.key_group * self.pseudo, LANES)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a query or key head in its lanes, in place of padding: in each half, side by side.
+
+        Products have them for nothing, and what becomes of them are copies too: of several groups' gradients each can
+        come in a copy of its own, in one register, without moving lanes.
+        """
+        return _copies(-(-self.head_size // 2), self.head_dim // 2)
+
+    @property
+    def value_copies(self) -> int:
+        """Copies of a value head in its lanes."""
+        return _copies(self.value_size, self.value_dim)
+
+    def sharing(self, groups: int, values: bool = False) -> Sharing:
+        """Of lanes by the groups of a tile: of queries and keys, or of values."""
+        count, period = (self.value_copies, self.value_dim) if values else (self.copies, self.head_dim // 2)
+        return Sharing(math.gcd(count, groups), period)
 
     @property
     def query_groups(self) -> int:
@@ -255,6 +332,11 @@ class Spec:
     def backward_steps(self) -> int:
         """Grid steps until the gradient of the last key tile is complete."""
         return max(self.steps, self.key_tiles + self.lag)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a tile of keys arrives, one of queries attends and one departs in every step but the last ones."""
+        return self.kind == "local" and self.delay == 0 and self.key_tiles == self.query_tiles
 
     def vmem_bytes(self, backward: bool) -> int:
         """On-chip memory of a kernel: what it declares, and the scores it has in hand."""
@@ -303,9 +385,15 @@ class Spec:
             total += 2 * self.kv_heads * matrix(value_rows, self.key_base) * f32
         total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
         total += self.kv_heads * self.buffer * h * f32 + kept * f32 + base * f32
-        total += self.kv_heads * self.rows * (h + (v if mixes_values else 0)) * size
+        unmixed = h // self.sharing(self.key_groups).count
+        unmixed += v // self.sharing(self.key_groups, values=True).count if mixes_values else 0
+        total += self.kv_heads * self.rows * unmixed * size
         if not mixes_values:
             total += (collapsed + self.heads * self.tile * v) * f32
         if local:
-            total += 2 * weights * f32 + 2 * scores * size + (0 if self.logits_soft_cap is None else 2 * scores * f32)
+            total += (
+                2 * (weights + self.rows * LANES) * f32
+                + 2 * scores * size
+                + (0 if self.logits_soft_cap is None else 2 * scores * f32)
+            )
         return total

@@ -109,6 +109,36 @@ def test_pseudo_values_are_made_where_that_is_less_work(shape, mixes):
     assert pallas_tpu.spec_of(arguments(spec)).mixes_values == mixes
 
 
+@pytest.mark.parametrize(("size", "copies"), [(128, 1), (80, 1), (64, 2), (63, 2), (33, 2), (16, 8)])
+def test_small_heads_fill_their_lanes(size, copies):
+    """Every lane of a copy is a lane of the head or padding; in all of them together products are those of one."""
+    spec = variant(T=256, S=256, N=8, K=8, H=size, Hv=size, window=64, rope=None)
+    args = arguments(spec)
+    found = pallas_tpu.spec_of(args)
+    assert found.copies == found.value_copies == copies
+    sharing = found.sharing(found.key_groups)
+    assert sharing.count == np.gcd(copies, found.key_groups)
+    tokens = prepare.tokens(args, found)
+    query, key = (np.asarray(x).reshape(spec.B, -1, 8, 128)[0] for x in (tokens.query, tokens.key))
+    scores = np.einsum("tnh,snh->nts", query, key) / copies
+    expected = np.einsum("tnh,snh->nts", args.query[0], args.key[0])
+    np.testing.assert_allclose(scores[:, :256, :256], expected, rtol=1e-4, atol=1e-4)
+    # A lane's owner has as many lanes as any other, in both halves.
+    owner = np.asarray(pallas_tpu_tile.owners((8, 128), sharing))[0].reshape(2, -1)
+    assert (owner[0] == owner[1]).all()
+    assert set(np.bincount(owner[0])) == {64 // sharing.count}
+
+
+def test_wide_windows_keep_the_pipeline_over_heads_full():
+    found = pallas_tpu_plan.plan(
+        batch=1, query_len=8192, key_len=8192, sources=20, key_sources=20, heads=20, kv_heads=20, head_dim=128,
+        value_dim=128, pseudo=4, causal="virtual", window=512, aligned=True, plain=True, across_heads=False, scale=1.0,
+        logits_soft_cap=None, precision=None, dtype="bfloat16",
+    )  # fmt: skip
+    assert found.kind == "local"
+    assert found.heads >= pallas_tpu_plan.PIPELINED
+
+
 @pytest.mark.parametrize(("pseudo", "heads"), [(20, 20), (4, 16), (8, 8)])
 def test_pieces_and_rows_by_token_are_undone(pseudo, heads):
     """Inner products agree with those of the transposes, and every row of a unit has its token's own sum."""
@@ -149,6 +179,7 @@ def test_heads_in_parts(monkeypatch, across_heads, window):
     whole = pallas_tpu.spec_of(arguments(spec))
     assert whole.groups == 1
     smallest = dataclasses.replace(whole, slots=max(whole.lag, 1))
+    monkeypatch.setattr(pallas_tpu_plan, "PIPELINED", 1)  # no smaller tiles in place of parts
     monkeypatch.setattr(pallas_tpu_plan, "VMEM_BYTES", smallest.vmem_bytes(backward=True) - 1)
     assert pallas_tpu.spec_of(arguments(spec)).groups == 2
     assert_equals_blockwise(spec)
@@ -331,6 +362,11 @@ def test_parts_of_a_tile_hold_every_visible_pair(causal, pseudo, window):
     for part in found.parts:
         computed[part.rows, part.columns] = True
     assert not (visible & ~computed).any()
+    covered = np.zeros_like(visible)
+    for rows, columns in found.blocks:
+        assert not covered[rows].any()
+        covered[rows, columns] = True
+    assert not (visible & ~covered).any()
     assert [part.rows.start for part in found.parts] == [0, *(part.rows.stop for part in found.parts[:-1])]
     assert found.parts[-1].rows.stop == found.rows
 

@@ -82,6 +82,7 @@ def test_paper_layer(topology):
         {"N": 6, "K": 2, "P": 3, "H": 80, "T": 1000, "window": 7, "segments": True, "logits_soft_cap": 20.0},
         {"N": 4, "P": 1, "H": 64, "T": 512, "window": 1, "causal": "token"},
         {"N": 4, "P": 2, "H": 128, "T": 8192, "window": 4096},
+        {"N": 20, "P": 4, "H": 128, "T": 8192, "window": 512},
         {"N": 20, "K": 4, "P": 4, "H": 128, "T": 1024, "causal": None, "dtype": "float32", "precision": "highest"},
         {"N": 6, "P": 20, "H": 64, "Hv": 128, "T": 512, "causal": None, "window": 5, "B": 2},
         {"N": 4, "P": 3, "H": 80, "T": 512, "dtype": "float32", "across": True, "segments": True},

@@ -45,7 +45,7 @@ def main(steps: int = 400) -> list[float]:
         tokens = jnp.concatenate([half, half], axis=1)
 
         def loss(params):
-            logits = model.apply(params, tokens[:, :-1])[:, HALF - 1 :]
+            logits = jnp.asarray(model.apply(params, tokens[:, :-1]))[:, HALF - 1 :]
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, HALF:]).mean()
 
         value, gradient = jax.value_and_grad(loss)(params)

@@ -16,6 +16,7 @@ from iha_jax.evaluation.ruler.haystacks import NOISE, Essay, load_essay, placed
 from iha_jax.evaluation.ruler.report import page, table
 from iha_jax.evaluation.ruler.runner import Record
 from iha_jax.evaluation.ruler.tasks import WITHOUT_DEPTH
+from iha_jax.viz.drawing import linear
 
 NEEDLE = re.compile(r"One of the special magic (?:numbers|uuids) for (\S+) is: (\S+)\.")
 KEYS = {"niah_multikey_1": 4, "niah_multiquery": 4}
@@ -276,6 +277,11 @@ def test_table_and_page():
     assert shown.count("<table class=heat>") == 1  # one task with depths
     assert 'alt="75.0 at 100 tokens, depth 0 %"' in shown
     assert not re.search(r'(src|href)="(?!data:)', shown)
+
+
+def test_colours_go_in_equal_steps():
+    colours = linear(np.array([0.0, 50.0, 100.0, np.nan]), 100.0)
+    np.testing.assert_array_equal(colours, [[255] * 3, [132, 152, 181], [8, 48, 107], [200] * 3])
 
 
 @pytest.mark.parametrize(

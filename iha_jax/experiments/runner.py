@@ -1,5 +1,6 @@
 """Runs a grid: every entry with every seed, once, however often it is interrupted."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -16,7 +17,7 @@ import numpy as np
 from iha_jax.experiments.comparison import Comparison, Entry, Outcome, Progress
 from iha_jax.experiments.snapshot import write_atomically, write_text
 from iha_jax.training.lock import RunLock
-from iha_jax.training.serialization import differences, to_plain
+from iha_jax.training.serialization import differences, from_plain, to_plain
 
 RESULT, ARRAYS = "result.json", "arrays.npz"
 
@@ -50,8 +51,11 @@ class Cell:
         if not file.exists():
             return None
         record = json.loads(file.read_text())
-        # Through JSON, as the record went.
-        changed = differences(record["config"], json.loads(json.dumps(to_plain(self.entry.experiment))))
+        # Through JSON, as the record went. A field that has been added since has its default there.
+        stored = record["config"]
+        with contextlib.suppress(ValueError):
+            stored = to_plain(from_plain(type(self.entry.experiment), stored, "experiment"))
+        changed = differences(stored, json.loads(json.dumps(to_plain(self.entry.experiment))))
         if changed:
             listed = "; ".join(f"{path}: {old!r} there, {new!r} here" for path, (old, new) in changed.items())
             raise ValueError(

@@ -72,6 +72,18 @@ def test_what_is_done_is_not_done_again(tmp_path):
     assert told.count("working") == 4
 
 
+def test_results_from_before_a_field_was_added_are_kept(tmp_path):
+    grid(tmp_path)
+    for file in tmp_path.glob("cells/*/result.json"):
+        record = json.loads(file.read_text())
+        if record["config"]["mixes"] is False:  # the default
+            del record["config"]["mixes"]
+            file.write_text(json.dumps(record))
+    told = []
+    grid(tmp_path, told.append)
+    assert "working" not in told
+
+
 def test_results_of_another_configuration_are_not_taken_for_these(tmp_path):
     grid(tmp_path)
     first, *rest = comparison().entries

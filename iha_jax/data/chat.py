@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -188,11 +189,8 @@ def _jinja(name: str, source: str, special: Mapping[str, Any]) -> ChatTemplate:
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
     # Templates made for Transformers mark the assistant's words by this tag; where they are is found out otherwise.
-    for tag in ("generation", "endgeneration"):
-        for left, right in (("{%", "%}"), ("{%-", "%}"), ("{%", "-%}"), ("{%-", "-%}")):
-            source = source.replace(
-                f"{left} {tag} {right}", f"{left} if true {right}" if tag == "generation" else f"{left} endif {right}"
-            )
+    source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", source)
+    source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
     try:
         compiled = environment.from_string(source)
     except jinja2.exceptions.TemplateError as error:

@@ -150,9 +150,9 @@ class Generator:
         # Rows beyond the batch's last are a token long, and done before they begin.
         filled = prompts + [prompts[-1][:1]] * (size - len(batch))
         longest = max(len(rows[i]) + limits[i] for i in batch)
-        cache, logits = self.engine.read(filled, min(bucket(longest, least=64, steps=4), max(self.max_length, longest)))
+        cache, logits = self.engine.read(filled, min(bucket(longest, least=64, steps=4), self.max_length))
         wanted = [(place, sample) for place in range(len(batch)) for sample in range(num_samples)]
-        width = min(bucket(len(wanted), least=1), max(bucket(self.batch_size, least=1), 1))
+        width = bucket(min(len(wanted), self.batch_size), least=1)
         for start in range(0, len(wanted), width):
             part = wanted[start : start + width]
             growing = [

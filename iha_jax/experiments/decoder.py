@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from iha_jax.experiments.snapshot import Snapshots
@@ -19,6 +18,7 @@ from iha_jax.training.flops import account
 from iha_jax.training.optimizer import make_optimizer
 from iha_jax.training.state import ModelFunctions, Params
 from iha_jax.training.step import token_losses
+from iha_jax.training.trained import abstract_model
 from iha_jax.viz import layer_inputs, pictures_of
 
 Rows = Mapping[str, Array]
@@ -61,7 +61,7 @@ def compiled(training: TrainConfig, steps: int, rows: int, evaluation_batch: int
       evaluation_batch: rows evaluated at once.
     """
     config = training.model
-    functions = ModelFunctions(nnx.eval_shape(lambda: Transformer(config, rngs=jax.random.key(0))))
+    functions = abstract_model(config)
     optimizer = make_optimizer(training, functions.params, functions.axes)
 
     def train_step(carry: tuple[Params, Any], rows: Rows) -> tuple[tuple[Params, Any], Array]:

@@ -7,7 +7,7 @@ pseudo-queries of a token, and one number for each of them serves both the softm
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,70 +19,12 @@ from jaxtyping import Array
 from iha_jax.ops import pallas_tpu_base as base
 from iha_jax.ops import pallas_tpu_forward as fwd
 from iha_jax.ops import pallas_tpu_tile as tile
+from iha_jax.ops import pallas_tpu_unmix as unmix
+from iha_jax.ops.pallas_tpu_backward_refs import F32, Extra, Outputs, Scratch, scratch_shapes
 from iha_jax.ops.pallas_tpu_chain import HeadChain, sweep
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
-from iha_jax.ops.pallas_tpu_spec import LANES, VMEM_LIMIT, Spec
-
-F32 = jnp.float32
-
-
-class Extra(NamedTuple):
-    """Operands that the forward pass has not: the departing key tile, and the mixing matrices transposed."""
-
-    d_out: Any  # [B, T, out heads * Hv]
-    key: Any  # [B, S, L*H], the tile that arrived `lag` steps ago
-    value: Any  # [B, S, L*Hv]
-    key_rotation: Any  # Rotation or None
-    query_t: Any  # [M*g, n*P*g]
-    key_t: Any  # [L*g, k*g*P]
-    value_t: Any  # [L*g, k*g*P], or None where values are never mixed
-    collapse_t: Any  # across heads [n, P*g, N*g], else None
-
-
-class Outputs(NamedTuple):
-    """Gradients: of base heads as they are laid out, of the mixing matrices in float32."""
-
-    query: Any
-    key: Any
-    value: Any
-    mix_query: Any
-    mix_key: Any
-    mix_value: Any  # where values are never mixed as the matrices are, otherwise transposed
-    collapse: Any
-
-
-class Scratch(NamedTuple):
-    """On-chip memory of the backward kernel: the forward kernel's first entries, and gradients in float32.
-
-    Shapes in parentheses are those where values are never mixed (`pallas_tpu_base`).
-    """
-
-    key: Any  # [k, buffer, H]
-    value: Any  # [k, buffer, Hv] ([kept groups, L*g, Hv])
-    query: Any  # [n, rows, H] pseudo-queries of the tile, then their gradients
-    query_base: Any  # float32 [query groups, M*g, H]
-    key_base: Any  # float32 [key groups, L*g, H]
-    value_base: Any  # float32 [key groups, L*g, Hv]
-    rows: Any  # float32 [tile, max(H, Hv)]
-    d_key: Any  # float32 [k, buffer, H]
-    d_value: Any  # float32 [k, buffer, Hv] ([kept groups, L*g, Hv])
-    d_query_base: Any  # float32 [query groups, M*g, H]
-    d_key_base: Any  # float32 [key groups, L*g, H]
-    d_value_base: Any  # float32 [key groups, L*g, Hv], mixed only
-    d_out: Any  # per head [n, groups*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
-    bias: Any  # float32 [rows, chunk], local only
-    scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
-    of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
-    means: Any  # float32 [2, rows, 128], of the gradients of probabilities, local only
-    slope: Any  # float32 [2, rows, chunk], with a soft cap only
-    d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
-    weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
-    d_scores: Any  # [2, rows, chunk], local only
-    unmixed_key: Any  # [k, rows/sharing, H], gradients of a departing tile's pseudo-keys before their rotation
-    unmixed_value: Any  # [k, rows/sharing, Hv], mixed only
-    d_base_weights: Any  # float32 [n, pieces*tile, L*g], d_out times base values, never mixed only
-    base_weights: Any  # likewise: all heads' weights of base values
+from iha_jax.ops.pallas_tpu_spec import VMEM_LIMIT, Spec
 
 
 def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, interpret: Any):
@@ -110,7 +52,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         (spec.batch, keys, spec.key_sources * spec.head_dim),
         (spec.batch, keys, spec.key_sources * spec.value_dim),
     ]
-    matrices = [tile.side_by_side(*x.shape) for x in (weights.query, weights.key, weights.value)]
+    matrices = [unmix.side_by_side(*x.shape) for x in (weights.query, weights.key, weights.value)]
     if not spec.mixes_values:
         matrices[2] = weights.value.shape
     matrices.append(weights.collapse.shape)
@@ -125,40 +67,6 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         pl.BlockSpec((1, spec.tile, head_shapes[2][2]), lambda b, s: (b, departing(s), 0)),
         *(pl.BlockSpec(shape, lambda b, s: (0, 0, 0)) for shape in matrices),
     )
-    h, v = spec.head_dim, spec.value_dim
-    dtype = jnp.dtype(spec.dtype)
-    mixes = spec.mixes_values
-    if spec.across_heads:
-        d_rows = (spec.query_groups, spec.out_base, v)
-    else:
-        d_rows = (spec.heads, spec.query_groups * spec.unit if mixes else spec.tile, v)
-    pieces = 0 if mixes else len(spec.pieces) * spec.tile
-    if mixes:
-        of_weights = fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=dtype)
-    else:
-        of_weights = pltpu.VMEM((2, pieces, spec.piece_lanes), F32)
-    key_sharing, value_sharing = spec.sharing(spec.key_groups), spec.sharing(spec.key_groups, values=True)
-    scratch = [
-        *fwd.buffers(spec),
-        pltpu.VMEM((spec.kv_heads, spec.buffer, h), F32),
-        pltpu.VMEM(fwd.kept_values(spec), F32),
-        pltpu.VMEM((spec.query_groups, spec.query_base, h), F32),
-        pltpu.VMEM((spec.key_groups, spec.key_base, h), F32),
-        fwd.only_if(mixes, spec.key_groups, spec.key_base, v),
-        pltpu.VMEM(d_rows, F32),
-        fwd.local_only(spec, spec.rows, spec.chunk),
-        fwd.local_only(spec, 2, spec.rows, spec.chunk),
-        fwd.local_only(spec, 2, spec.rows, LANES),
-        fwd.local_only(spec, 2, spec.rows, LANES),
-        fwd.local_only(spec, *((2, 16, 128) if spec.logits_soft_cap is None else (2, spec.rows, spec.chunk))),
-        fwd.local_only(spec, 2, spec.weight_rows, spec.chunk),
-        of_weights,
-        fwd.local_only(spec, 2, spec.rows, spec.chunk, dtype=dtype),
-        pltpu.VMEM((spec.kv_heads, spec.rows // key_sharing.count, h), dtype),
-        fwd.only_if(mixes, spec.kv_heads, spec.rows // value_sharing.count, v, dtype=dtype),
-        fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
-        fwd.only_if(not mixes, spec.heads, pieces, spec.key_base),
-    ]
     blocks = zip([*in_specs, *out_specs], (x.dtype for x in [*arrays, *out_shape]), strict=True)
     found = pl.pallas_call(
         functools.partial(_kernel, spec, structure),
@@ -166,7 +74,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
         in_specs=in_specs,
         out_specs=list(out_specs),
         out_shape=list(out_shape),
-        scratch_shapes=scratch,
+        scratch_shapes=scratch_shapes(spec),
         # Gradients of the mixing tensors gather over the whole grid.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
@@ -177,7 +85,7 @@ def backward(spec: Spec, tokens: Tokens, weights: Weights, d_out: Array, *, inte
     )(*arrays)
     found = Outputs(*found)
     mixing = [
-        tile.not_side_by_side(x, heads)
+        unmix.not_side_by_side(x, heads)
         for x, heads in (
             (found.mix_query, spec.heads),
             (found.mix_key, spec.kv_heads),
@@ -303,7 +211,7 @@ def _attend(
                 out.collapse[head] += tile.dot(spec, scratch.d_out[i], pseudo_out[part], (1, 1))
         for k in range(spec.query_groups // sharing.count):
             some = groups[k * sharing.count : (k + 1) * sharing.count]
-            d_mixed = tile.share_lanes([d_query[part] for part in some], sharing)
+            d_mixed = unmix.share_lanes([d_query[part] for part in some], sharing)
             d_mixed = _unrotated(d_mixed, weights.query_rotation, spec.score_scale)
             scratch.query[head, groups[k], :] = d_mixed.astype(spec.dtype)
 
@@ -389,7 +297,7 @@ def _attend(
     else:
         tile.for_each(spec.heads, one_head)
     h = spec.head_dim
-    tile.unmix_heads(
+    unmix.unmix_heads(
         spec,
         scratch.query,
         size,
@@ -415,7 +323,7 @@ def _depart(spec: Spec, step: Array, start, weights: Weights, extra: Extra, scra
     def shared(ref, head, sharing):
         for k in range(spec.key_groups // sharing.count):
             groups = range(k * sharing.count, (k + 1) * sharing.count)
-            yield k, tile.share_lanes([ref[head, tile.rows_at(start, i * size, size), :] for i in groups], sharing)
+            yield k, unmix.share_lanes([ref[head, tile.rows_at(start, i * size, size), :] for i in groups], sharing)
 
     def unrotate(head):
         for k, d_mixed in shared(scratch.d_key, head, sharing):
@@ -426,7 +334,7 @@ def _depart(spec: Spec, step: Array, start, weights: Weights, extra: Extra, scra
                 scratch.unmixed_value[head, k * size : (k + 1) * size, :] = d_mixed.astype(spec.dtype)
 
     tile.for_each(spec.kv_heads, unrotate, together=spec.kv_heads)
-    tile.unmix_heads(
+    unmix.unmix_heads(
         spec,
         scratch.unmixed_key,
         size,
@@ -438,7 +346,7 @@ def _depart(spec: Spec, step: Array, start, weights: Weights, extra: Extra, scra
     )
     tile.scatter_base(scratch.d_key_base, out.key, scratch.rows, extra.key_rotation, *sizes, h)
     if spec.mixes_values:
-        tile.unmix_heads(
+        unmix.unmix_heads(
             spec,
             scratch.unmixed_value,
             size,

@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -74,6 +75,12 @@ class Cloud:
         file = self.folder / "calls.jsonl"
         calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [call for call in calls if verb is None or call[3] == verb]
+
+    def let_it_end(self, _seconds=0):
+        """Returns when every program that was started is through: for looks to be as many on a busy machine."""
+        for lock in self.folder.glob("homes/*/*/.iha_jax/runs/*/lock"):
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # a running program holds it; closed, it is free again
 
     def end(self):
         """Kills what still runs."""

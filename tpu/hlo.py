@@ -54,6 +54,7 @@ class Instruction:
     Attributes:
       name: without the percent sign.
       shapes: of its results, a tuple's one after the other.
+      sizes: how many of these each element of the tuple has.
       opcode: "fusion" for one.
       operands: names.
       literal: what stands between the parentheses.
@@ -63,6 +64,7 @@ class Instruction:
 
     name: str
     shapes: tuple[Shape, ...]
+    sizes: tuple[int, ...]
     opcode: str
     operands: tuple[str, ...]
     literal: str
@@ -99,10 +101,10 @@ class Computation:
       root: the result.
     """
 
-    def __init__(self, name: str, instructions: list[Instruction]):
+    def __init__(self, name: str, instructions: dict[str, Instruction]):
         self.name = name
-        self.instructions = {i.name: i for i in instructions}
-        self.root = next((i for i in instructions if i.root), instructions[-1])
+        self.instructions = instructions
+        self.root = next((i for i in instructions.values() if i.root), list(instructions.values())[-1])
 
     def users(self, name: str) -> list[Instruction]:
         """Instructions that read another one's result."""
@@ -143,19 +145,21 @@ class Module:
         """
         self.computations: dict[str, Computation] = {}
         entry = None
-        name, instructions = "", []
+        name, instructions = "", {}
         for line in text.splitlines():
             if line.startswith("}"):
                 if instructions:
                     self.computations[name] = Computation(name, instructions)
-                instructions = []
+                instructions = {}
             elif line.startswith(("%", "ENTRY")) and line.rstrip().endswith("{"):
                 match = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
                 assert match is not None
                 name = match.group(2)
                 entry = name if match.group(1) else entry
             elif line.startswith(" ") and " = " in line:
-                instructions.append(_instruction(line))
+                instruction = _instruction(line)
+                for element in (*_elements_read(instruction, instructions), instruction):
+                    instructions[element.name] = element
         if entry is None:
             raise ValueError(f"expected the text of a compiled HLO module, with an ENTRY, got {text[:80]!r}")
         self.entry = self.computations[entry]
@@ -297,12 +301,54 @@ def _instruction(line: str) -> Instruction:
             Shape(dtype, tuple(int(n) for n in dims.split(",") if n), bool(re.search(r"S\([1-9]", layout or "")))
             for dtype, dims, layout in _ARRAY.findall(kind)
         ),
+        sizes=tuple(len(_ARRAY.findall(element)) for element in _elements(kind)),
         opcode=rest[:opening],
-        operands=tuple(re.findall(r"%([\w.\-]+)", literal)),
+        operands=tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", literal)),
         literal=literal,
         attributes=rest[closing:],
         root=head.startswith("ROOT "),
     )
+
+
+def _elements_read(instruction: Instruction, before: dict[str, Instruction]) -> list[Instruction]:
+    """The elements of tuples that it names as ``%tuple#1``, as instructions of their own.
+
+    jaxlib 0.12 prints programs so; before it each element had a get-tuple-element.
+    """
+    found = []
+    for name in dict.fromkeys(instruction.operands):
+        producer, _, index = name.partition("#")
+        if index and name not in before:
+            made = before[producer]
+            start = sum(made.sizes[: int(index)])
+            shapes = made.shapes[start : start + made.sizes[int(index)]]
+            found.append(
+                Instruction(
+                    name=name,
+                    shapes=shapes,
+                    sizes=(len(shapes),),
+                    opcode="get-tuple-element",
+                    operands=(producer,),
+                    literal=f"%{producer}",
+                    attributes=f", index={index}",
+                    root=False,
+                )
+            )
+    return found
+
+
+def _elements(kind: str) -> list[str]:
+    """The types in a tuple's type; a type that is no tuple's is its own only element."""
+    if not kind.startswith("("):
+        return [kind]
+    elements, depth = [""], 0
+    for character in kind[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
 
 
 def _closing(text: str, start: int) -> int:

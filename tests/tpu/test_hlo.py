@@ -1,5 +1,7 @@
 """Compiled programs counted against counts by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,25 @@ def test_loops_as_the_tpu_compiler_leaves_them():
     assert found.hbm_bytes == 4 * (512 + 4 + 512 + 2 * 512 + 3 * 4)
     with pytest.raises(ValueError, match=r"loop loop: cannot tell its trips"):
         count(Module(WHILE.replace("direction=LT", "direction=EQ")), {"x": 2, "y": 2})
+
+
+def test_elements_of_tuples_named_where_they_are_used():
+    """As jaxlib 0.12 prints them: no instruction takes the element out."""
+    lines = [line for line in WHILE.splitlines() if "get-tuple-element" not in line]
+    short = "\n".join(lines)
+    for name, index in (("at", 0), ("table", 1)):
+        body = short.index("%condition")
+        end = short.index("ENTRY")
+        short = short[:body] + re.sub(rf"%{name}\b", f"%state#{index}", short[body:end]) + short[end:]
+    assert short.count("#") == 5
+    whole, found = (count(Module(text), {"x": 2, "y": 2}) for text in (WHILE, short))
+    assert found.hbm_bytes == whole.hbm_bytes
+    assert found.collectives == whole.collectives
+    # A tuple in a tuple is one element.
+    nested = "ENTRY %main (p: f32[2]) -> f32[3] {\n"
+    nested += "  %p = (f32[1], (f32[2], s32[4]), f32[3]{0}) custom-call()\n  ROOT %r = f32[3] negate(%p#2)\n}\n"
+    element = Module(nested).entry.instructions["p#2"]
+    assert [shape.dims for shape in element.shapes] == [(3,)]
 
 
 SPREAD = """HloModule m

@@ -142,7 +142,7 @@ def test_a_run_that_runs_out_later_is_explained_too(tiny, where, monkeypatch):
         try:
             trainer.resume()
             if where == "compile":
-                monkeypatch.setattr(stop, "run", fails)
+                monkeypatch.setattr(trainer._program, "lower", fails)
             else:
                 trainer._step = fails  # in place of what compile makes
             with pytest.raises(OutOfMemoryError, match="compiling the step" if where == "compile" else "training"):

@@ -6,9 +6,9 @@
     python benchmarks/attention.py --bound              # beside what the tiles' products and exponentials alone take
 
 Machines are shared and noisy: the variants of a shape run in turn, and what counts is the ratio in one run. Memory is
-what the compiler reports as temporaries, beside the bytes of q, k, v and the output. The bound is the time of the tiles'
-products at the rate of one large product, and of their exponentials (forward, again in the backward pass, and the
-gradient through them) at the rate of a block that fits in the cache, both measured in the same run.
+what the compiler reports as temporaries, beside the bytes of q, k, v and the output. The bound is the time of the
+tiles' products at the rate of one large product, and of their exponentials (forward, again in the backward pass, and
+the gradient through them) at the rate of a block that fits in the cache, both measured in the same run.
 """
 
 import argparse

@@ -3,9 +3,12 @@
     python benchmarks/attention.py                      # the standard shapes, forward + backward
     python benchmarks/attention.py --scaling            # T 1024 -> 4096 at a fixed window: time and memory
     python benchmarks/attention.py --shape 1 1024 20 20 128 10 --rope token
+    python benchmarks/attention.py --bound              # beside what the tiles' products and exponentials alone take
 
 Machines are shared and noisy: the variants of a shape run in turn, and what counts is the ratio in one run. Memory is
-what the compiler reports as temporaries, beside the bytes of q, k, v and the output.
+what the compiler reports as temporaries, beside the bytes of q, k, v and the output. The bound is the time of the
+tiles' products at the rate of one large product, and of their exponentials (forward, again in the backward pass, and
+the gradient through them) at the rate of a block that fits in the cache, both measured in the same run.
 """
 
 import argparse
@@ -78,8 +81,8 @@ def timed_in_turn(runs, repeats):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def executed_over_ideal(shape, rope):
-    """Executed FLOPs of the forward pass over Algorithm 1's for the exact window."""
+def products_of(shape, rope):
+    """Every product of the forward pass that the tiles execute, and the form that was chosen."""
     batch, tokens, heads, pseudo, dim, window = shape
     problem = forms.Problem(
         batch=batch,
@@ -99,11 +102,44 @@ def executed_over_ideal(shape, rope):
         aligned=True,
     )
     plan, form = forms.choose(problem)
-    executed = sum(product.flops for product in forms.products(problem, plan, form))
+    return forms.products(problem, plan, form), form
+
+
+def executed_over_ideal(shape, products):
+    """Executed FLOPs of the forward pass over Algorithm 1's for the exact window."""
+    batch, tokens, heads, pseudo, dim, window = shape
     keys = min(window or tokens, tokens) * pseudo
     pairs = tokens * pseudo * keys - keys * (keys - 1) // 2
     ideal = batch * (3 * 2 * tokens * heads**2 * pseudo * dim + 2 * 2 * pairs * heads * dim)
-    return executed / ideal, form
+    return sum(product.flops for product in products) / ideal
+
+
+def softmax_and_gradient(scores, cotangent):
+    """A block's exponentials twice and the gradient through them: the least that forward and backward pass do."""
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    again = jnp.exp(scores - 1.0)
+    return weights.sum(axis=-1), weights, again * (cotangent - 0.5)
+
+
+def unit_runs(dtype):
+    """A large product and a block of softmax, compiled, with the FLOPs and elements of each."""
+    size, rows, keys = 1024, 512, 512
+    left, right = (jax.random.normal(k, (size, size), dtype) for k in jax.random.split(jax.random.key(1)))
+    scores, cotangent = (jax.random.normal(k, (rows, keys)) for k in jax.random.split(jax.random.key(2)))
+    multiply = jax.jit(jnp.matmul).lower(left, right).compile()
+    soften = jax.jit(softmax_and_gradient).lower(scores, cotangent).compile()
+    runs = {"product": lambda: multiply(left, right), "softmax": lambda: soften(scores, cotangent)}
+    return runs, {"product": 2 * size**3, "softmax": rows * keys}
+
+
+def bound(products, seconds, amounts):
+    """Seconds of the products and of the exponentials, forward and backward, at the rates measured."""
+    flops = sum(product.flops * (1 + product.recomputed + product.gradients) for product in products)
+    (scores,) = (product.outputs for product in products if product.name in ("scores", "mix scores by key"))
+    return (
+        flops * seconds["product"] / amounts["product"],
+        scores * seconds["softmax"] / amounts["softmax"],
+    )
 
 
 def main():
@@ -113,6 +149,7 @@ def main():
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--scaling", action="store_true", help="N 8, P 4, H 64, W 64 at T 1024 and 4096")
     parser.add_argument("--naive", action="store_true", help="also time the materialising reference")
+    parser.add_argument("--bound", action="store_true", help="measure the products and exponentials alone, too")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     shapes = [tuple(options.shape)] if options.shape else SHAPES
@@ -133,13 +170,18 @@ def main():
         if options.naive:
             variants["iha naive"] = iha("reference", window or None, Rope())
         compiled = {name: compile_step(attend, arrays, mixing) for name, attend in variants.items()}
-        seconds = timed_in_turn({name: run for name, (run, _) in compiled.items()}, options.repeats)
+        units, amounts = unit_runs(jnp.dtype(options.dtype)) if options.bound else ({}, {})
+        seconds = timed_in_turn({name: run for name, (run, _) in compiled.items()} | units, options.repeats)
         base_bytes = sum(x.nbytes for x in arrays)
         for name, (_, temporaries) in compiled.items():
             ratio = ""
             if name in ("iha virtual", "iha token"):
-                share, form = executed_over_ideal(shape, name.split()[1])
+                products, form = products_of(shape, name.split()[1])
+                share = executed_over_ideal(shape, products)
                 ratio = f"{share:11.2f}  scores {form.scores}, values {form.values}"
+                if options.bound:
+                    multiply, soften = (1e3 * x for x in bound(products, seconds, amounts))
+                    ratio += f"; products {multiply:.1f} ms + softmax {soften:.1f} ms"
             print(
                 f"{' '.join(map(str, shape)):>24}  {name:<16} {1e3 * seconds[name]:8.1f} "
                 f"{seconds[name] / seconds['mha']:6.1f} {temporaries / 2**20:9.1f} "

@@ -6,7 +6,8 @@ Data:      as the reduced form of ``configs/compare_lm.py``
 Expected:  docs/comparison.md has what we found
 
 Each variant changes one thing of the reduced form's IHA layers (P = 2, window 8, both on virtual positions) and,
-unless its name says that the window is kept, keeps ``window * P^2``, on which the cost of the scores depends.
+unless its name says that the window is kept, keeps ``window * P^2``, on which the cost of the scores depends. "P = 1,
+window 2" asks whether the gain of "P = 4, window 2" is the window's.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ LAYERS = {
     "RoPE on tokens, started at MHA": {"rope_positions": "token", "init": "exact"},
     "collapse across heads": {"collapse": "across_heads"},
     "P = 1, window 32": {"num_pseudo_heads": 1, "window": 32},
+    "P = 1, window 2": {"num_pseudo_heads": 1, "window": 2},
     "P = 3, window 4": {"num_pseudo_heads": 3, "window": 4},
     "P = 4, window 2": {"num_pseudo_heads": 4, "window": 2},
     "P = 1, window kept": {"num_pseudo_heads": 1},

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import decode
+from benchmarks import attention, decode
 from benchmarks import step as benchmark
 from iha_jax.data import DataConfig
 from iha_jax.models import IHAConfig, ModelConfig
@@ -65,3 +65,22 @@ def test_decoding_is_compared(capsys, monkeypatch):
     assert [name for name, _, _ in rows] == ["IHA, P = 2", "MHA", "MHA, same windows"]
     assert rows[1][1] == "1.00"
     assert rows[0][2] == rows[2][2]  # as large as without pseudo-heads
+
+
+def test_attention_is_put_beside_the_time_of_its_products_and_exponentials(capsys, monkeypatch):
+    arguments = ["attention", "--shape", "1", "32", "2", "3", "8", "4", "--bound", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    attention.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[6:8] for line in lines[3:]] == [["iha", "virtual"], ["iha", "token"]]
+    for line in lines[3:]:
+        products, softmax = map(float, re.findall(r"(?:products|softmax) ([0-9.]+) ms", line))
+        assert min(products, softmax) >= 0
+
+
+def test_the_bound_counts_both_passes():
+    products, _ = attention.products_of((1, 64, 4, 2, 16, 8), "virtual")
+    scores = next(product for product in products if product.name == "scores")
+    # One second a FLOP, none for an exponential: forward, again, and one product an operand's gradient.
+    multiply, soften = attention.bound([scores], {"product": 1.0, "softmax": 0.0}, {"product": 1, "softmax": 1})
+    assert (multiply, soften) == (4 * 2 * scores.outputs * 16, 0.0)

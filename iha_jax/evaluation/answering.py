@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from iha_jax.data.tokenizers import Tokenizer
-from iha_jax.evaluation.generate import Generator
+from iha_jax.evaluation.generate import Generator, Prompt
 from iha_jax.evaluation.sampling import Sampling
 from iha_jax.training.trained import open_trained
 
@@ -42,37 +42,56 @@ class ModelAnswerer(Answerer, Sampler, Protocol):
     Attributes:
       name: for people.
       tokenizer: that prompts are measured with.
+      context: tokens that the model is made for.
+      truncated: prompts so far that lost their beginning.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
     @property
     def tokenizer(self) -> Tokenizer: ...  # noqa: D102
+    @property
+    def context(self) -> int: ...  # noqa: D102
+    @property
+    def truncated(self) -> int: ...  # noqa: D102
 
 
-def model_answerer(checkpoint: str | os.PathLike[str]) -> ModelAnswerer:
+def model_answerer(
+    checkpoint: str | os.PathLike[str], max_length: int | None = None, truncate: bool = False
+) -> ModelAnswerer:
     """A trained model as an answerer.
 
     Args:
       checkpoint: a run's directory (its newest checkpoint), or one of its ``checkpoints/STEP``.
+      max_length: the most tokens of a prompt and its answer together; default what the model is made for. More is
+        computed as well, positions going on.
+      truncate: whether a prompt that is too long loses its beginning; else it is an error.
 
     Raises:
       FileNotFoundError: there is no run or no such checkpoint.
       ValueError: its configuration is damaged, or the checkpoint is of another model.
     """
     trained = open_trained(checkpoint)
-    return _Model(f"{trained.config.name}, step {trained.step}", trained.tokenizer, Generator.of(trained))
+    context = trained.config.model.max_length
+    generator = Generator.of(trained, max_length=context if max_length is None else max_length)
+    return _Model(f"{trained.config.name}, step {trained.step}", trained.tokenizer, context, generator, truncate)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Model:
     name: str
     tokenizer: Tokenizer
+    context: int
     generator: Generator
+    truncate: bool
+    truncated: int = 0
 
     def __call__(self, prompts: Sequence[str], *, max_new_tokens: int, stop: Sequence[str] = ()) -> list[str]:
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop))
-        return [completion.text for (completion,) in self.generator.complete(prompts, sampling)]
+        return [
+            completion.text
+            for (completion,) in self.generator.complete(self._fitted(prompts, max_new_tokens), sampling)
+        ]
 
     def sample(
         self,
@@ -85,5 +104,13 @@ class _Model:
         temperature: float = 1.0,
     ) -> list[list[str]]:
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop), seed=seed)
-        found = self.generator.complete(prompts, sampling, num_samples)
+        found = self.generator.complete(self._fitted(prompts, max_new_tokens), sampling, num_samples)
         return [[completion.text for completion in completions] for completions in found]
+
+    def _fitted(self, prompts: Sequence[str], room: int) -> Sequence[Prompt]:
+        keep = self.generator.max_length - room
+        if not self.truncate or keep < 1:
+            return prompts
+        rows = [self.generator.ids(prompt) for prompt in prompts]
+        self.truncated += sum(len(row) > keep for row in rows)
+        return [row[-keep:] for row in rows]

@@ -198,13 +198,13 @@ def _mean(judged: Sequence[Judged], score: Callable[[Judged], float]) -> float:
 
 def main(
     arguments: Sequence[str] | None = None,
-    open_model: Callable[[str], ModelAnswerer] = model_answerer,
+    open_model: Callable[[str, int | None, bool], ModelAnswerer] = model_answerer,
 ) -> int:
     """Measures a checkpoint; prints the scores, writes the answers to ``<out>/<task>.jsonl``.
 
     Args:
       arguments: of the command line, default the process's.
-      open_model: makes an answerer of a checkpoint's path.
+      open_model: makes an answerer of a checkpoint's path, as `model_answerer` does.
     """
     with needed("tyro", "the command line"):
         import tyro
@@ -223,6 +223,9 @@ def main(
         shots: int = 0
         # The most problems; default all.
         limit: int | None = None
+        # The most tokens of a prompt and its answer; default what the model is made for. Longer prompts lose their
+        # beginning.
+        max_length: int | None = None
         # Where answers go.
         out: pathlib.Path = pathlib.Path("benchmarks")
         options: Annotated[Options, tyro.conf.arg(name="")] = Options()
@@ -233,7 +236,7 @@ def main(
         if benchmark.runs_code:
             in_force = ", ".join(containment()) or "limits alone"
             print(f"programs are run with {in_force}; docs/evaluation.md says what that is worth", file=sys.stderr)
-        model = open_model(command.checkpoint)
+        model = open_model(command.checkpoint, command.max_length, True)
         result = evaluate(benchmark, model, command.options, lambda line: print(line, file=sys.stderr, flush=True))
         command.out.mkdir(parents=True, exist_ok=True)
         answers = command.out / f"{command.task}.jsonl"
@@ -241,6 +244,8 @@ def main(
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"error: {error}")
     print(result.table())
+    if model.truncated:
+        print(f"{model.truncated} prompts were too long and lost their beginning (--max-length allows more)")
     print(f"answers in {answers}")
     return 0
 

@@ -41,8 +41,10 @@ class Completion:
 class Generator:
     """Writes completions with one model.
 
-    generator = Generator.open("runs/tiny")
-    [[completion]] = generator.complete(["def main("], Sampling(max_new_tokens=50))
+    Example::
+
+        generator = Generator.of(open_trained("runs/tiny"))
+        [[completion]] = generator.complete(["def main("], Sampling(max_new_tokens=50))
     """
 
     def __init__(

@@ -310,9 +310,10 @@ def save_params(run: str | os.PathLike[str], params: Params) -> None:
 
 
 def _read_params(path: pathlib.Path, target: Params) -> Params:
-    with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
+    # The handler itself: a checkpointer would look for a description of its own beside the arrays and warn.
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         # A path that the description lacks, or that has another shape: say so before arrays are read.
-        described: Any = checkpointer.metadata(path)
+        described: Any = handler.metadata(path)
         tree = getattr(described, "item_metadata", described)
         tree = getattr(tree, "tree", tree)
         saved = {name: tuple(leaf.shape) for name, leaf in tree.items()}
@@ -328,7 +329,7 @@ def _read_params(path: pathlib.Path, target: Params) -> Params:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or device)
             for name, leaf in target.items()
         }
-        return checkpointer.restore(path, shapes)
+        return handler.restore(path, args=ocp.args.StandardRestore(shapes))
 
 
 def one_error_per_failed_save() -> None:

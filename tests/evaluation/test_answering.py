@@ -8,12 +8,15 @@ import pytest
 
 from iha_jax.data import DataConfig
 from iha_jax.evaluation.answering import model_answerer
+from iha_jax.evaluation.generate import Generator
 from iha_jax.evaluation.ruler.__main__ import main
+from iha_jax.evaluation.sampling import Sampling
 from iha_jax.models import IHAConfig, ModelConfig, Transformer
 from iha_jax.training.checkpoint import Checkpoints
 from iha_jax.training.config import CheckpointConfig, TrainConfig
 from iha_jax.training.serialization import to_json
 from iha_jax.training.state import ModelFunctions, initial_state
+from iha_jax.training.trained import open_trained
 
 MODEL = ModelConfig(
     vocab_size=258,
@@ -70,11 +73,24 @@ def test_a_checkpoint_answers(run):
     assert stopped[answers.index(longest)] == longest[: longest.index(longest[2])]
 
 
+def test_prompts_that_are_too_long_lose_their_beginning_and_are_counted(run):
+    whole, cut = model_answerer(run, max_length=20), model_answerer(run, max_length=20, truncate=True)
+    long, short = "a text of forty bytes or so, and a tail", "tail"
+    with pytest.raises(ValueError, match="max_length=20"):
+        whole([long], max_new_tokens=6)
+    assert cut([long, short], max_new_tokens=6)[1] == whole([short], max_new_tokens=6)[0]
+    assert cut.truncated == 1
+    # What is left are the last 14 tokens, the start of the document gone with the beginning.
+    [[kept]] = Generator.of(open_trained(run)).complete([list(long[-14:].encode())], Sampling(max_new_tokens=6))
+    assert cut([long], max_new_tokens=6) == [kept.text]
+    assert cut.truncated == 2
+
+
 @pytest.mark.slow
 def test_ruler_from_a_checkpoint(run, tmp_path, capsys):
     arguments = [str(run), "--tasks", "vt", "--lengths", "600", "--samples", "2", "--depths", "50"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     assert "vt" in capsys.readouterr().out
     assert "RULER, small, step 3" in (tmp_path / "report.html").read_text()
-    with pytest.raises(SystemExit, match="max_length=1024"):
-        main([str(run), "--tasks", "vt", "--lengths", "1100", "--samples", "1", "--out", str(tmp_path)])
+    assert main([str(run), "--tasks", "vt", "--lengths", "1100", "--samples", "1", "--out", str(tmp_path)]) == 0
+    assert "above 1024 are beyond" in (tmp_path / "report.html").read_text()

@@ -193,16 +193,25 @@ def test_functions_are_completed_or_given_whole(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     file, out = write(tmp_path / "a.jsonl", GSM8K), tmp_path / "out"
+    opened = []
     model = Scripted({"three": ["#### 12", "#### 1"], "thousand": ["4000", "4000"]})
     arguments = ["runs/x", "--task", "gsm8k", "--file", str(file), "--shots", "1", "--samples", "2", "--out", str(out)]
-    assert main(arguments, lambda path: model) == 0
+    model.truncated = 3
+
+    def open_model(*options):
+        opened.append(options)
+        return model
+
+    assert main([*arguments, "--max-length", "99"], open_model) == 0
+    assert opened == [("runs/x", 99, True)]
     told = capsys.readouterr().out
     assert "gsm8k, 2 problems, judged by the number" in told
     assert "mean@2   75.00" in told
+    assert "3 prompts were too long" in told
     rows = [json.loads(line) for line in (out / "gsm8k.jsonl").read_text().splitlines()]
     assert [row["right"] for row in rows] == [[True, False], [True, True]]
     with pytest.raises(SystemExit, match="error: no benchmark at"):
-        main([*arguments[:4], str(tmp_path / "none.jsonl")], lambda path: model)
+        main([*arguments[:4], str(tmp_path / "none.jsonl")], open_model)
 
 
 @pytest.mark.parametrize(

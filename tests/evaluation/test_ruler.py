@@ -300,7 +300,7 @@ def test_wrong_plans(options, message):
 
 
 class Oracle:
-    name, tokenizer = "an oracle", load_tokenizer("bytes")
+    name, tokenizer, context, truncated = "an oracle", load_tokenizer("bytes"), 1200, 0
 
     def __call__(self, prompts, *, max_new_tokens, stop=()):
         return oracle(prompts, max_new_tokens=max_new_tokens)
@@ -309,15 +309,17 @@ class Oracle:
 def test_command_line(tmp_path, capsys):
     opened = []
 
-    def open_model(path):
-        opened.append(path)
+    def open_model(path, max_length):
+        opened.append((path, max_length))
         return Oracle()
 
     out = tmp_path / "results"
     arguments = ["runs/x", "--tasks", "vt", "fwe", "--lengths", "1000", "1500", "--samples", "2", "--depths", "0", "50"]
     assert main([*arguments, "--out", str(out)], open_model) == 0
-    assert opened == ["runs/x"]
-    assert "average" in capsys.readouterr().out
+    assert opened == [("runs/x", 1500)]
+    said = capsys.readouterr()
+    assert "average" in said.out
+    assert "above 1200 are beyond" in said.err
     records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(r["task"], r["length"], r["depth"], r["score"]) for r in records[:3]] == [
         *(("vt", 1000, 0.0, 1.0), ("vt", 1000, 50.0, 1.0), ("vt", 1500, 0.0, 1.0))

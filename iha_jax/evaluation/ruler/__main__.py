@@ -14,13 +14,13 @@ from iha_jax.extras import needed
 
 def main(
     arguments: Sequence[str] | None = None,
-    open_model: Callable[[str], ModelAnswerer] = model_answerer,
+    open_model: Callable[[str, int], ModelAnswerer] = model_answerer,
 ) -> int:
     """Measures a checkpoint; prints the table, writes ``samples.jsonl`` and ``report.html``.
 
     Args:
       arguments: of the command line, default the process's.
-      open_model: makes an answerer of a checkpoint's path.
+      open_model: makes an answerer of a checkpoint's path, for so many tokens.
     """
     with needed("tyro", "the command line"):
         import tyro
@@ -37,12 +37,15 @@ def main(
 
     command = tyro.cli(Command, args=arguments, prog="python -m iha_jax.evaluation.ruler")
     try:
-        model = open_model(command.checkpoint)
+        model = open_model(command.checkpoint, max(command.plan.lengths))
         records = evaluate(model, model.tokenizer, command.plan, lambda line: print(line, file=sys.stderr, flush=True))
         command.out.mkdir(parents=True, exist_ok=True)
         (command.out / "samples.jsonl").write_text(json_lines(records), encoding="utf-8")
         report = command.out / "report.html"
         notes = [f"{command.plan.samples} questions of each task and length, seed {command.plan.seed}."]
+        if max(command.plan.lengths) > model.context:
+            notes.append(f"Lengths above {model.context} are beyond what the model is made for.")
+            print(notes[-1], file=sys.stderr)
         report.write_text(page(records, f"RULER, {model.name}", notes), encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")

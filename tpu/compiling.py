@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pathlib
-import re
 import tempfile
 import time
 
@@ -13,6 +12,7 @@ from iha_jax.models import MHAConfig
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.flops import Account, Split, account
 from iha_jax.training.hardware import memory_of, peak_flops
+from iha_jax.training.memory import needed_bytes
 from iha_jax.training.placement import Placement, mesh_shape
 from iha_jax.training.program import StepProgram
 from tpu import topology
@@ -239,12 +239,6 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
         if not written:
             raise RuntimeError(f"the TPU compiler left no HLO in {folder}: is libtpu of the same age as jax?")
         return compiled, written[-1].read_text()
-
-
-def needed_bytes(error: str) -> int | None:
-    """What the compiler says it would have used: "Used 40.23G of 15.75G hbm"."""
-    match = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", error)
-    return None if match is None else round(float(match[1]) * 1024 ** ["", "K", "M", "G", "T"].index(match[2]))
 
 
 def _flops(config: TrainConfig, placement: Placement, executed: float, kernels: float) -> Flops:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from iha_jax.convert.configs import dtype_of, from_huggingface, to_huggingface
+from iha_jax.extras import needed
 from iha_jax.models import ModelConfig
 from iha_jax.training.serialization import from_plain, to_plain
 
@@ -269,7 +270,5 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _safetensors(part: str = "") -> Any:
-    try:
+    with needed("safetensors", "converting checkpoints"):
         return importlib.import_module("safetensors" + (f".{part}" if part else ""))
-    except ImportError as error:
-        raise ImportError("converting checkpoints needs safetensors: pip install 'iha-jax[convert]'") from error

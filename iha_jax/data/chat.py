@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from iha_jax.data.tokenizers import Tokenizer
+from iha_jax.extras import needed
 
 Message = dict[str, str]
 
@@ -174,11 +175,9 @@ def _of_tokenizer(directory: pathlib.Path) -> tuple[str, str, dict[str, Any]]:
 
 def _jinja(name: str, source: str, special: Mapping[str, Any]) -> ChatTemplate:
     """A Jinja template, in a sandbox: it can read what it is given, and call nothing that reaches further."""
-    try:
+    with needed("jinja2", "a chat template in Jinja"):
         jinja2 = importlib.import_module("jinja2")
         sandbox = importlib.import_module("jinja2.sandbox")
-    except ImportError as error:
-        raise ImportError("a chat template in Jinja needs the package 'jinja2': pip install 'iha-jax[eval]'") from error
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -24,8 +24,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from iha_jax.data.config import SourceConfig
 from iha_jax.data.documents import Documents, is_held_out
@@ -33,6 +31,11 @@ from iha_jax.data.rows import MANIFEST, SPLITS, Manifest, RowFormat
 from iha_jax.data.shards import ShardJob, finished, make_shard
 from iha_jax.data.sources import open_documents
 from iha_jax.data.tokenizers import load_tokenizer, train_tokenizer
+from iha_jax.extras import needed
+
+with needed("rich", "showing progress"):
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _PLAN = "plan.json"
 
@@ -225,7 +228,8 @@ def _manifest(config: PrepareConfig, rows: RowFormat, fingerprint: str, receipts
 
 def main() -> None:
     """The command line."""
-    import tyro
+    with needed("tyro", "the command line"):
+        import tyro
 
     config = tyro.cli(PrepareConfig, prog="python -m iha_jax.data.prepare", description=__doc__)
     console = Console()

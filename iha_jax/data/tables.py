@@ -8,6 +8,7 @@ import numpy as np
 
 from iha_jax.data.chat import CHAT_FIELDS
 from iha_jax.data.documents import Documents
+from iha_jax.extras import needed
 
 
 class ParquetFiles(Documents):
@@ -71,10 +72,8 @@ class HubDataset(Documents):
 
     def __init__(self, name: str, subset: str | None, split: str, field: str | None):
         super().__init__()
-        try:
+        with needed("datasets", "a source of kind 'hub'"):
             import datasets  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("source kind 'hub' needs the package 'datasets': pip install 'iha-jax[data]'") from error
         self._data = datasets.load_dataset(name, subset, split=split)
         if not wanted_columns(field, self._data.column_names):
             wanted = "conversations" if field is None else f"column {field!r}"
@@ -103,8 +102,6 @@ def wanted_columns(field: str | None, names: Sequence[str]) -> list[str]:
 
 
 def _pyarrow_parquet() -> Any:
-    try:
+    with needed("pyarrow", "reading Parquet files"):
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("Parquet files need the package 'pyarrow': pip install 'iha-jax[data]'") from error
     return parquet

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from iha_jax.extras import needed
+
 # Names that mark a document's start and end in the vocabularies people have.
 _START_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]", "<|endoftext|>")
 _END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|endoftext|>")
@@ -205,11 +207,8 @@ def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def _require(module: str, what: str) -> Any:
-    try:
+    with needed(module, what):
         return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{what} needs the package {package!r}: pip install 'iha-jax[data]'") from error
 
 
 def _one_past_largest(vocabulary: dict[str, int]) -> int:

@@ -15,6 +15,7 @@ from iha_jax.evaluation.code_execution import Limits, containment, run_all
 from iha_jax.evaluation.math_answers import equivalence
 from iha_jax.evaluation.problems import Benchmark, Name, Problem, load_benchmark
 from iha_jax.evaluation.voting import grouped, majority_at, mean_at, pass_at
+from iha_jax.extras import needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,8 @@ def main(
       arguments: of the command line, default the process's.
       open_model: makes an answerer of a checkpoint's path.
     """
-    import tyro
+    with needed("tyro", "the command line"):
+        import tyro
 
     @dataclasses.dataclass(frozen=True)
     class Command:
@@ -236,7 +238,7 @@ def main(
         command.out.mkdir(parents=True, exist_ok=True)
         answers = command.out / f"{command.task}.jsonl"
         answers.write_text(result.json_lines(), encoding="utf-8")
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"error: {error}")
     print(result.table())
     print(f"answers in {answers}")

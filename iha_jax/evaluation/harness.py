@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-try:
+from iha_jax.extras import needed
+
+with needed("lm_eval", "the evaluation harness"):
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import model_registry
-except ImportError as error:
-    raise ImportError("the evaluation harness needs lm-eval: pip install 'iha-jax[eval]'") from error
 
 from iha_jax.data.chat import load_template
 from iha_jax.evaluation.generate import Generator

@@ -21,15 +21,16 @@ from typing import Any
 import jax
 import numpy as np
 
-with warnings.catch_warnings():
-    # Orbax warns about its own deprecations on import.
-    warnings.simplefilter("ignore")
-    import orbax.checkpoint as ocp
-
 from iha_jax.data.iterator import BatchIterator
+from iha_jax.extras import needed
 from iha_jax.training.config import CheckpointConfig
 from iha_jax.training.processes import Processes
 from iha_jax.training.state import Params, TrainState
+
+with needed("orbax.checkpoint", "saving and reading checkpoints"), warnings.catch_warnings():
+    # Orbax warns about its own deprecations on import.
+    warnings.simplefilter("ignore")
+    import orbax.checkpoint as ocp
 
 _LOG = logging.getLogger(__name__)
 _START = "params"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
+from iha_jax.extras import needed
 from iha_jax.training.config import TrainConfig
 from iha_jax.training.serialization import from_json, to_json
 
@@ -41,7 +42,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     rest = [a for a in arguments[1:] if a != "--print-config"]
     try:
         config = override(load(arguments[0]), rest, arguments[0])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if print_config:
@@ -91,7 +92,8 @@ def config_in(file: pathlib.Path, kind: type[T]) -> T:
 
 def override(config: TrainConfig, arguments: Sequence[str], name: str) -> TrainConfig:
     """The configuration with ``--name value`` overrides applied and checked again."""
-    import tyro
+    with needed("tyro", "the command line"):
+        import tyro
 
     return tyro.cli(
         TrainConfig,

@@ -3,11 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from iha_jax.extras import needed
+
+with needed("rich", "showing progress"):
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Table
+    from rich.text import Text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

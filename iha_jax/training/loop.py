@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from iha_jax.training.display import Display, status_line
 from iha_jax.training.evaluate import evaluate
 from iha_jax.training.flops import account
 from iha_jax.training.hardware import peak_flops
+from iha_jax.training.memory import OutOfMemory
 from iha_jax.training.metrics import Fanout, JsonLines, MetricsWriter, TensorBoard, read_json_lines
 from iha_jax.training.mixing_statistics import mixing_statistics
 from iha_jax.training.placement import Placement
@@ -76,7 +78,9 @@ class Trainer:
 
         self._program = StepProgram(config, self.placement)
         self._functions, self.num_parameters = self._program.functions, self._program.num_parameters
-        self.state: TrainState = self.placement.create(self._program.initial_state, self._functions.axes)
+        self._memory = OutOfMemory(config, self.placement, self._program)
+        with self._memory.explained("making the first parameters"):
+            self.state: TrainState = self.placement.create(self._program.initial_state, self._functions.axes)
         self.account = account(config.model, config.micro_batch_size, config.data.sequence_length)
         self._bytes_per_target = self._pipeline.bytes_per_target()
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints", config.checkpoint, self._processes)
@@ -138,8 +142,8 @@ class Trainer:
         """Compiles the step; a signal meanwhile is heard at once."""
         config = self.config
         begun = time.perf_counter()
-        with self._saving_on_stop():
-            self._step = self._stop.run(self._program.lower(self.state).compile)
+        with self._guarded("compiling the step"):
+            self._step = self._memory.compiled = self._stop.run(self._program.lower(self.state).compile)
         where = "" if self.placement.mesh is None else f" on {self.placement.describe()}"
         self.display.message(
             f"{config.name}: {self.num_parameters:,} parameters{where}, compiled in {time.perf_counter() - begun:.0f} s"
@@ -159,7 +163,7 @@ class Trainer:
         config = self.config
         self.display.start(self._done)
         try:
-            with self._saving_on_stop():
+            with self._guarded("training"):
                 self._evaluate_and_save_if_due()
                 self._reset_window()
                 while self._done < config.steps:
@@ -279,8 +283,15 @@ class Trainer:
         loss = self._last_loss[1] if self._last_loss and self._last_loss[0] == self._done else None
         self._checkpoints.save(self.state, self._iterator, dict(self._progress), loss)
 
-    def _saving_on_stop(self) -> "_SavingOnStop":
-        return _SavingOnStop(self)
+    @contextlib.contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        """Saves the last completed step when a signal ends the block; explains a lack of memory."""
+        try:
+            with self._memory.explained(doing):
+                yield
+        except StopRequested:
+            self.save_and_wait()
+            raise
 
     def save_and_wait(self) -> None:
         """Saves the last completed step, unless it is saved, and returns when that is on disk."""
@@ -314,7 +325,7 @@ class Trainer:
     def finish(self) -> dict[str, Any]:
         """Evaluates, saves, samples and prints the summary; returns what the summary says."""
         config = self.config
-        with self._saving_on_stop():
+        with self._guarded("evaluating and sampling"):
             found = self._evaluate(config.evaluation.final_rows)
             self._save()
             self._checkpoints.wait()
@@ -383,17 +394,3 @@ class Trainer:
         for name, (before, now) in differences(old, to_plain(self.config)).items():
             if not name.startswith(_FREE_TO_CHANGE):
                 self.display.message(f"note: {name} was {before} when this run was last saved and is {now} now")
-
-
-class _SavingOnStop:
-    """Saves the last completed step when a signal ends the block."""
-
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
-
-    def __enter__(self) -> None:
-        """There is nothing to prepare."""
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None and issubclass(kind, StopRequested):
-            self._trainer.save_and_wait()

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from iha_jax.extras import needed
+
 Values = Mapping[str, float | int | str | None]
 
 
@@ -49,10 +51,8 @@ class TensorBoard:
     """TensorBoard event files, through tensorboardX."""
 
     def __init__(self, directory: str | os.PathLike[str], resume_step: int = 0):
-        try:
+        with needed("tensorboardX", "log.tensorboard"):
             import tensorboardX
-        except ImportError as error:
-            raise ImportError("log.tensorboard needs tensorboardX: pip install 'iha-jax[tensorboard]'") from error
         # Events after the step resumed from are marked as superseded.
         purge = resume_step + 1 if resume_step else None
         self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)

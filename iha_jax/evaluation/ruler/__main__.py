@@ -9,6 +9,7 @@ from typing import Annotated
 from iha_jax.evaluation.answering import ModelAnswerer, model_answerer
 from iha_jax.evaluation.ruler.report import json_lines, page, table
 from iha_jax.evaluation.ruler.runner import Plan, evaluate
+from iha_jax.extras import needed
 
 
 def main(
@@ -21,7 +22,8 @@ def main(
       arguments: of the command line, default the process's.
       open_model: makes an answerer of a checkpoint's path.
     """
-    import tyro
+    with needed("tyro", "the command line"):
+        import tyro
 
     @dataclasses.dataclass(frozen=True)
     class Command:
@@ -42,7 +44,7 @@ def main(
         report = command.out / "report.html"
         notes = [f"{command.plan.samples} questions of each task and length, seed {command.plan.seed}."]
         report.write_text(page(records, f"RULER, {model.name}", notes), encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
     print(table(records))
     print(f"answers in {command.out / 'samples.jsonl'}, report in {report}")

@@ -1,0 +1,46 @@
+"""The documentation site: ``sphinx-build -W docs build/site``."""
+
+import inspect
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+project = "iha_jax"
+author = "The iha_jax authors"
+project_copyright = "The iha_jax authors"
+html_title = "iha_jax"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["figures/*.py", "_build"]
+source_suffix = {".md": "markdown"}
+
+# Headings get the anchors that GitHub gives them, so that one link works in both places.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+
+# The pages are about names; where they are defined is what the map of modules in architecture.md is for.
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+# Building the site takes the core's own requirements only; what the extras bring is imported as an empty shell.
+autodoc_mock_imports = ["grain", "optax", "orbax", "rich", "tyro"]
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# A name in single backquotes is code, as in Markdown.
+default_role = "code"
+
+html_theme = "sphinx_book_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "show_navbar_depth": 1,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
+html_copy_source = False
+html_show_sourcelink = False

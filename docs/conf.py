@@ -1,6 +1,5 @@
 """The documentation site: ``sphinx-build -W docs build/site``."""
 
-import inspect
 import pathlib
 import sys
 

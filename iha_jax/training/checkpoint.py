@@ -309,7 +309,8 @@ def save_params(run: str | os.PathLike[str], params: Params) -> None:
         checkpointer.wait_until_finished()
 
 
-def _read_params(path: pathlib.Path, target: Params) -> Params:
+def _read_params(directory: pathlib.Path, target: Params) -> Params:
+    path: Any = directory  # the handlers take any path; newer Orbax declares its own kind only
     # The handler itself: a checkpointer would look for a description of its own beside the arrays and warn.
     with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         # A path that the description lacks, or that has another shape: say so before arrays are read.

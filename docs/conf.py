@@ -29,6 +29,8 @@ autodoc_mock_imports = ["grain", "optax", "orbax", "rich", "tyro"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+# Shapes are in the text; an annotation such as "*mixing heads" would be read as markup.
+napoleon_attr_annotations = False
 # A name in single backquotes is code, as in Markdown.
 default_role = "code"
 

@@ -1,0 +1,38 @@
+"""The pages build without a warning, and their Python runs."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = ["README.md", "getting_started.md", "theory.md"]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name in RUN], ids=lambda page: page.name)
+def test_python_blocks_run_in_order(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_modules_and_files_that_commands_name_exist():
+    for page in PAGES:
+        text = page.read_text()
+        for module in re.findall(r"python -m ((?:iha_jax|tpu)[\w.]*)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (page.name, module)
+        for name in re.findall(r"\b((?:configs|benchmarks|examples)/\w+\.py)", text):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx_book_theme")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

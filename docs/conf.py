@@ -12,7 +12,6 @@ project_copyright = "The iha_jax authors"
 html_title = "iha_jax"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["figures/*.py", "_build"]
 source_suffix = {".md": "markdown"}
 
 # Headings get the anchors that GitHub gives them, so that one link works in both places.
@@ -24,8 +23,6 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
-# Building the site takes the core's own requirements only; what the extras bring is imported as an empty shell.
-autodoc_mock_imports = ["grain", "optax", "orbax", "rich", "tyro"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -35,8 +32,6 @@ napoleon_attr_annotations = False
 default_role = "code"
 
 html_theme = "sphinx_book_theme"
-html_static_path = ["_static"]
-html_css_files = ["site.css"]
 html_theme_options = {
     "show_toc_level": 2,
     "show_navbar_depth": 1,

@@ -116,7 +116,9 @@ class HubTokenizer:
 
     def __init__(self, name: str):
         self._name = name
-        self._tokenizer = _require("transformers", f"the tokenizer {name!r}").AutoTokenizer.from_pretrained(name)
+        transformers = _require("transformers", f"the tokenizer {name!r}")
+        # Refused, not asked for: a tokenizer that brings code of its own would run it.
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size: int = _one_past_largest(vocabulary)
         self.bos_id: int | None = self._tokenizer.bos_token_id

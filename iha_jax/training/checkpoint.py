@@ -309,12 +309,13 @@ def save_params(run: str | os.PathLike[str], params: Params) -> None:
         checkpointer.wait_until_finished()
 
 
-def _read_params(directory: pathlib.Path, target: Params) -> Params:
-    path: Any = directory  # the handlers take any path; newer Orbax declares its own kind only
+def _read_params(path: pathlib.Path, target: Params) -> Params:
     # The handler itself: a checkpointer would look for a description of its own beside the arrays and warn.
-    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+    # Any: it takes every kind of path, and newer versions declare Orbax's own only.
+    handler: Any = ocp.StandardCheckpointHandler()
+    with contextlib.closing(handler):
         # A path that the description lacks, or that has another shape: say so before arrays are read.
-        described: Any = handler.metadata(path)
+        described = handler.metadata(path)
         tree = getattr(described, "item_metadata", described)
         tree = getattr(tree, "tree", tree)
         saved = {name: tuple(leaf.shape) for name, leaf in tree.items()}

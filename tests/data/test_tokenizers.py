@@ -120,3 +120,13 @@ def test_a_hugging_face_tokenizer_from_its_directory(tmp_path):
     _check(tokenizer)
     same = FastTokenizer(tmp_path / "tokenizer.json")
     np.testing.assert_array_equal(document_ids(tokenizer, TEXTS[3]), document_ids(same, TEXTS[3]))
+
+
+def test_a_tokenizer_that_brings_code_is_refused_and_runs_nothing(tmp_path):
+    pytest.importorskip("transformers")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    with pytest.raises(ValueError, match="contains custom code"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -14,6 +14,8 @@ from iha_jax.models import MHAConfig, ModelConfig, RopeConfig
 from iha_jax.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_MOST_LAYERS = 10_000
+"""Beyond it a file is damaged: what it describes is not laid out."""
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "relu": "reglu"}
 
 
@@ -36,6 +38,8 @@ def from_huggingface(config: Mapping[str, Any], dtype: str) -> ModelConfig:
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1, got {config['partial_rotary_factor']}")
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    if not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be from 1 to {_MOST_LAYERS}, got {layers}")
     window, local = _windows(config, kind, layers)
     attention_bias = kind == "qwen2" or bool(config.get("attention_bias", False))
     places = {"qkv": attention_bias, "out": attention_bias and kind != "qwen2", "mlp": config.get("mlp_bias", False)}

@@ -19,6 +19,7 @@ import numpy as np
 
 from iha_jax.convert.configs import dtype_of, from_huggingface, to_huggingface
 from iha_jax.extras import needed
+from iha_jax.json_text import parse_json_object
 from iha_jax.models import ModelConfig
 from iha_jax.training.serialization import from_plain, to_plain
 
@@ -80,7 +81,11 @@ def read_huggingface(directory: str | os.PathLike[str], dtype: str | None = None
         config = from_plain(ModelConfig, described[_OURS], f"{directory / 'config.json'}: {_OURS}")
         config = dataclasses.replace(config, scan_layers=False)
     else:
-        config = from_huggingface(described, dtype or dtype_of(described))
+        try:
+            config = from_huggingface(described, dtype or dtype_of(described))
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{directory / 'config.json'}: {reason}") from error
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     entries = {entry.name: entry for entry in _entries(config)}
@@ -260,13 +265,7 @@ def _open(file: pathlib.Path) -> Any:
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"no {file.name} in {file.parent}")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold an object, got {type(found).__name__}")
-    return found
+    return parse_json_object(file.read_bytes(), str(file))
 
 
 def _safetensors(part: str = "") -> Any:

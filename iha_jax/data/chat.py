@@ -18,6 +18,7 @@ import numpy as np
 
 from iha_jax.data.tokenizers import Tokenizer
 from iha_jax.extras import needed
+from iha_jax.json_text import parse_json_object
 
 Message = dict[str, str]
 
@@ -57,7 +58,7 @@ def conversation_of(record: Any) -> list[Message]:
         if not isinstance(turn, Mapping):
             raise ValueError("a message isn't an object")
         role = turn.get("role", turn.get("from"))
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"unknown role {role!r}")
         messages.append({"role": _ROLES[role], "content": _text(turn.get("content", turn.get("value")))})
     if not any(message["role"] == "assistant" and message["content"] for message in messages):
@@ -157,14 +158,15 @@ def load_template(name: str, tokenizer: str = "bytes") -> ChatTemplate:
 
 def _of_tokenizer(directory: pathlib.Path) -> tuple[str, str, dict[str, Any]]:
     file, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    described = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    described = parse_json_object(settings.read_bytes(), str(settings)) if settings.is_file() else {}
     special = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = described.get(name)
         special[name] = token.get("content") if isinstance(token, dict) else token
     text = file.read_text(encoding="utf-8") if file.is_file() else described.get("chat_template")
     if isinstance(text, list):  # several, by name
-        text = next((t.get("template") for t in text if t.get("name") == "default"), None)
+        named = (t for t in text if isinstance(t, dict))
+        text = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if not isinstance(text, str):
         raise ValueError(
             f"chat template 'tokenizer' needs a tokenizer directory with chat_template.jinja, or a chat_template in "
@@ -192,7 +194,12 @@ def _jinja(name: str, source: str, special: Mapping[str, Any]) -> ChatTemplate:
     source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
     try:
         compiled = environment.from_string(source)
-    except jinja2.exceptions.TemplateError as error:
+    except (
+        jinja2.exceptions.TemplateError,
+        ValueError,
+        SyntaxError,
+        RecursionError,
+    ) as error:  # Jinja makes Python of it
         raise ValueError(f"chat template {name!r} isn't valid Jinja: {error}") from error
 
     def render(messages: Sequence[Message], asked: bool) -> str:
@@ -200,7 +207,7 @@ def _jinja(name: str, source: str, special: Mapping[str, Any]) -> ChatTemplate:
             return compiled.render(messages=list(messages), add_generation_prompt=asked, **special)
         except jinja2.exceptions.TemplateError as error:  # its own refusals, and what the sandbox forbids
             raise ValueError(f"chat template {name!r} refused a conversation: {error}") from error
-        except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError) as error:
             raise ValueError(f"chat template {name!r} failed: {type(error).__name__}: {error}") from error
 
     return ChatTemplate(name, render)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from iha_jax.data.packing import Row, restarting_positions
+from iha_jax.json_text import parse_json_object
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "held_out")
@@ -30,6 +31,13 @@ class RowFormat:
 
     sequence_length: int
     token_dtype: str
+
+    def __post_init__(self):
+        """Checks ranges."""
+        if not isinstance(self.sequence_length, int) or self.sequence_length < 1:
+            raise ValueError(f"sequence_length must be a positive whole number, got {self.sequence_length!r}")
+        if self.token_dtype not in ("uint16", "uint32"):
+            raise ValueError(f"token_dtype must be uint16 or uint32, got {self.token_dtype!r}")
 
     @classmethod
     def of(cls, sequence_length: int, vocab_size: int) -> "RowFormat":
@@ -110,11 +118,17 @@ class Manifest:
                 f"{str(directory)!r} has no {MANIFEST}: expected rows made by 'python -m iha_jax.data.prepare'; "
                 "if that was interrupted, run it again to the end"
             )
-        content = json.loads(path.read_text())
+        content = parse_json_object(path.read_bytes(), str(path))
         if content.pop("format", None) != _FORMAT:
             raise ValueError(f"{path} isn't of the format {_FORMAT!r}")
-        content.pop("columns")
-        return cls(**{**content, "rows": RowFormat(**content["rows"])})
+        content.pop("columns", None)
+        try:
+            found = cls(**{**content, "rows": RowFormat(**content["rows"])})
+            for split in SPLITS:
+                _check_split(split, found.splits[split])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        return found
 
     def files(self, directory: str | pathlib.Path, split: str) -> list[str]:
         """Paths of a split's files, in order."""
@@ -125,3 +139,20 @@ class Manifest:
         """UTF-8 bytes of text per predicted token."""
         entry = self.splits[split]
         return entry["bytes"] / entry["tokens"] if entry["tokens"] else 1.0
+
+
+def _check_split(split: str, entry: dict[str, Any]) -> None:
+    for name in ("rows", "documents", "tokens", "bytes"):
+        _check_count(f"{split}.{name}", entry[name])
+    if not isinstance(entry["files"], list):
+        raise ValueError(f"{split}.files must be a list, got {entry['files']!r:.60}")
+    for file in entry["files"]:
+        _check_count(f"{split}.files: rows", file["rows"])
+        # A name, not a path: a manifest must not lead out of its directory. A split's file without rows isn't there.
+        if not isinstance(file["name"], str) or pathlib.PurePath(file["name"]).name != file["name"]:
+            raise ValueError(f"{split}.files must have plain names, got {file['name']!r}")
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{what} must be a whole number of at least 0, got {value!r}")

@@ -1,7 +1,8 @@
 """Documents in tables: Parquet files and Hugging Face datasets."""
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ class ParquetFiles(Documents):
         self._paths, self._field = tuple(paths), field
         groups = []
         for i, path in enumerate(paths):
-            metadata = parquet.read_metadata(path)
-            names = metadata.schema.to_arrow_schema().names
+            with _naming(path):
+                metadata = parquet.read_metadata(path)
+                names = metadata.schema.to_arrow_schema().names
             if not wanted_columns(field, names):
                 wanted = f"column {field!r}, only {names}: set text_field" if field else f"conversations, only {names}"
                 raise ValueError(f"{path} has no {wanted}")
@@ -53,7 +55,7 @@ class ParquetFiles(Documents):
                 self._cache.move_to_end(group)
                 return self._cache[group]
         file, number = self._paths[self._groups[group, 0]], int(self._groups[group, 1])
-        with _pyarrow_parquet().ParquetFile(file) as parquet:
+        with _naming(file), _pyarrow_parquet().ParquetFile(file) as parquet:
             columns = wanted_columns(self._field, parquet.schema_arrow.names)
             table = parquet.read_row_group(number, columns=columns)
             column = table.to_pylist() if self._field is None else table.column(0).to_pylist()
@@ -99,6 +101,17 @@ def wanted_columns(field: str | None, names: Sequence[str]) -> list[str]:
         return [field] if field in names else []
     found = [name for name in CHAT_FIELDS if name in names]
     return found if found != ["system"] else []
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Says which file it was that Arrow could not read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors are of these types
+        raise ValueError(f"{path} can't be read as Parquet: {error}") from error
 
 
 def _pyarrow_parquet() -> Any:

@@ -94,7 +94,7 @@ class JsonLines(_FileSpans):
         try:
             record = json.loads(line)
             text = record if self._field is None else record[self._field]
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # or a number of thousands of digits, or too deep a nesting
             self.skip(index, "not JSON", self.where(index))
             return None
         except (KeyError, TypeError):

@@ -76,7 +76,7 @@ class FastTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [n]."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return np.asarray(self._tokenizer.encode(_utf8(text), add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [n]."""
-        return np.asarray(self._processor.encode(text), np.int32)
+        return np.asarray(self._processor.encode(_utf8(text)), np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
@@ -127,7 +127,7 @@ class HubTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [n]."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self._tokenizer.encode(_utf8(text), add_special_tokens=False), np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
@@ -211,6 +211,15 @@ def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 def _require(module: str, what: str) -> Any:
     with needed(module, what):
         return importlib.import_module(module)
+
+
+def _utf8(text: str) -> str:
+    """The text as the packages written in other languages take it: with U+FFFD for halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _one_past_largest(vocabulary: dict[str, int]) -> int:

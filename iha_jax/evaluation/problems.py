@@ -11,14 +11,15 @@
 import ast
 import dataclasses
 import gzip
-import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from iha_jax.evaluation.math_answers import gsm8k_answer, math_answer, same_answer
 from iha_jax.evaluation.voting import Answer
+from iha_jax.json_text import parse_json_object
 
 Name = Literal["gsm8k", "math500", "mbpp", "humaneval"]
 NAMES: tuple[Name, ...] = ("gsm8k", "math500", "mbpp", "humaneval")
@@ -92,31 +93,40 @@ def load_benchmark(name: Name, file: str | pathlib.Path, shots: int = 0, limit: 
         raise ValueError(f"shots must be at least 0 and limit at least 1 or None, got {shots} and {limit}")
     if name == "humaneval" and shots:
         raise ValueError(f"humaneval asks for the rest of a program and has no worked examples, got shots={shots}")
-    rows = _read(pathlib.Path(file).expanduser(), _FIELDS[name])
+    kinds = {"test_list": list, "task_id": int if name == "mbpp" else str}
+    rows = _read(pathlib.Path(file).expanduser(), {field: kinds.get(field, str) for field in _FIELDS[name]})
     benchmark = _LOADERS[name](rows, shots)
     if not benchmark.problems:
         raise ValueError(f"{str(file)!r} has no problem left beside {shots} worked examples")
     return dataclasses.replace(benchmark, problems=benchmark.problems[:limit])
 
 
-def _read(path: pathlib.Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+def _read(path: pathlib.Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"no benchmark at {str(path)!r}: expected a file of JSON lines")
-    open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8") as file:
-        rows = []
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            missing = [field for field in fields if not isinstance(row, dict) or field not in row]
-            if missing:
-                raise ValueError(f"{path}, line {number}: no {missing[0]!r}; expected {', '.join(fields)}")
-            rows.append(row)
+    try:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no {'gzipped ' * (path.suffix == '.gz')}UTF-8 text: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        row = parse_json_object(line, where)
+        for field, kind in fields.items():
+            if field not in row:
+                raise ValueError(f"{where}: no {field!r}; expected {', '.join(fields)}")
+            _check_kind(row[field], kind, f"{where}: {field}")
+        rows.append(row)
     return rows
+
+
+def _check_kind(value: Any, kind: type, where: str) -> None:
+    fits = isinstance(value, kind) and not (kind is list and not all(isinstance(x, str) for x in value))
+    if not fits:
+        expected = {str: "text", int: "a number", list: "a list of texts"}[kind]
+        raise ValueError(f"{where} must be {expected}, got {value!r:.60}")
 
 
 # ------------------------------------------------------------------------------------------------------ mathematics
@@ -191,7 +201,7 @@ def _mbpp(rows: list[dict[str, Any]], shots: int) -> Benchmark:
             f"mbpp/{row['task_id']}",
             examples + asked(row),
             _unix(row["code"]),
-            _program("", "\n".join([row.get("test_setup_code", ""), *row["test_list"]])),
+            _program("", "\n".join([str(row.get("test_setup_code", "")), *row["test_list"]])),
         )
         for row in rows
         if row["task_id"] in MBPP_TEST

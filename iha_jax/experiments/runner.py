@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from iha_jax.experiments.comparison import Comparison, Entry, Outcome, Progress
-from iha_jax.experiments.snapshot import write_atomically, write_text
+from iha_jax.experiments.snapshot import load_arrays, write_atomically, write_text
+from iha_jax.json_text import parse_json_object
 from iha_jax.training.lock import RunLock
 from iha_jax.training.serialization import differences, from_plain, to_plain
 
@@ -50,7 +51,7 @@ class Cell:
         file = self.directory / RESULT
         if not file.exists():
             return None
-        record = json.loads(file.read_text())
+        record = parse_json_object(file.read_bytes(), f"{file} (delete it to run that again)")
         # Through JSON, as the record went. A field that has been added since has its default there.
         stored = record["config"]
         with contextlib.suppress(ValueError):
@@ -68,8 +69,7 @@ class Cell:
         file = self.directory / ARRAYS
         if not file.exists():
             return {}
-        with np.load(file) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        return load_arrays(file)
 
 
 def cells(comparison: Comparison, seeds: int, output: pathlib.Path) -> list[Cell]:

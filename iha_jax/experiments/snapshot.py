@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from iha_jax.json_text import parse_json_object
+
 _META = "meta"
 
 _SECONDS_BETWEEN = 5
@@ -56,12 +58,30 @@ def load_snapshot(file: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]] |
     if not file.exists():
         return None
     leaves, structure = jax.tree.flatten(like)
-    with np.load(file) as arrays:
-        found = [arrays[str(i)] for i in range(len(arrays.files) - 1)]
-        meta = json.loads(str(arrays[_META]))
+    stored = load_arrays(file)
+    try:
+        found = [stored[str(i)] for i in range(len(stored) - 1)]
+        meta = parse_json_object(str(stored[_META]), str(file))
+    except KeyError as error:
+        raise ValueError(f"{file} isn't a snapshot (no {error}): delete it to start again") from error
     if [x.shape for x in found] != [x.shape for x in leaves]:
         raise ValueError(f"{file} is a snapshot of another model: delete it, or choose another output directory")
     return jax.tree.unflatten(structure, [jnp.asarray(x) for x in found]), meta
+
+
+def load_arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of an ``.npz`` file; nothing in it is unpickled.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        with open(file, "rb") as stream, np.load(stream) as arrays:  # a stream of ours is closed whatever happens
+            return {name: arrays[name] for name in arrays.files}
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # NumPy and zipfile raise a dozen kinds for what doesn't parse
+        raise ValueError(f"{file} is damaged ({error}): delete it to start again") from error
 
 
 class Snapshots:

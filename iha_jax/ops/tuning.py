@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iha_jax import sharding
+from iha_jax.json_text import parse_json_object
 from iha_jax.ops.block_sizes import Sizes
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def read(path: Path) -> dict[str, dict[str, Sizes]]:
       ValueError: if the file is not a table.
     """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json_object(path.read_bytes(), str(path))
         if content["version"] != VERSION:
             raise ValueError(f"its version is {content['version']!r}, expected {VERSION}")
         return {

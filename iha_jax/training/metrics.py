@@ -31,7 +31,9 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0):
         self._path = pathlib.Path(path)
         if self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= resume_step]
+            kept = [
+                line for line in self._path.read_text(errors="replace").splitlines() if _step_of(line) <= resume_step
+            ]
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in kept))
             temporary.replace(self._path)
@@ -87,15 +89,16 @@ class Fanout:
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics file; a last one cut off by a kill is left out."""
-    lines = pathlib.Path(path).read_text().splitlines()
+    lines = pathlib.Path(path).read_text(errors="replace").splitlines()
     return [json.loads(line) for line in lines if _step_of(line) < math.inf]
 
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
+    return step if isinstance(step, (int, float)) else math.inf
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from iha_jax.json_text import parse_json
+
 T = TypeVar("T")
 _KIND = "kind_of"
 
@@ -22,9 +24,9 @@ def from_json(kind: type[T], text: str) -> T:
     """The instance that ``to_json`` wrote.
 
     Raises:
-      ValueError: a field is unknown (naming the nearest) or a value has the wrong type.
+      ValueError: it isn't JSON, a field is unknown (naming the nearest) or missing, or a value has the wrong type.
     """
-    return from_plain(kind, json.loads(text), kind.__name__)
+    return from_plain(kind, parse_json(text, kind.__name__), kind.__name__)
 
 
 def to_plain(value: Any) -> Any:
@@ -66,6 +68,8 @@ def from_plain(annotation: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple and isinstance(value, list):
         kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else list(arguments)
+        if len(kinds) != len(value):
+            raise ValueError(f"{where} must have {len(kinds)} elements, got {len(value)}")
         return tuple(from_plain(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -91,15 +95,19 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object of {kind.__name__}, got {value!r}")
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind) if f.init]
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
     arguments = {}
     for name, plain in value.items():
         if name == _KIND:
             continue
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
+        if name not in fields:
+            near = difflib.get_close_matches(name, list(fields), 1)
             raise ValueError(f"{where} has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         arguments[name] = from_plain(hints[name], plain, f"{where}.{name}")
+    for name, field in fields.items():
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and name not in arguments:
+            raise ValueError(f"{where} lacks {name!r}")
     return kind(**arguments)
 
 

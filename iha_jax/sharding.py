@@ -45,6 +45,9 @@ class Rules:
       vocab: rows of the embedding, columns of the logits.
       layers: the stacked axis of scanned layers.
       norm: scales and biases over the model dimension.
+
+    Raises:
+      ValueError: something else than a tuple of names.
     """
 
     batch: MeshAxes = ("replica", "data", "fsdp")
@@ -60,6 +63,13 @@ class Rules:
     vocab: MeshAxes = ("tensor",)
     layers: MeshAxes = ()
     norm: MeshAxes = ()
+
+    def __post_init__(self):
+        """A name alone would be read letter by letter, and split nothing."""
+        for field in dataclasses.fields(self):
+            axes = getattr(self, field.name)
+            if isinstance(axes, str) or not all(isinstance(axis, str) for axis in axes):
+                raise ValueError(f'Rules: {field.name} must be a tuple of mesh axes such as ("tensor",), got {axes!r}.')
 
     def replace(self, **changes: MeshAxes) -> "Rules":
         """These rules with other mesh axes for the logical axes named."""

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "iha_jax"
-LEAVES = ("sharding", "compat", "theory", "data", "viz")
-# What each part may import besides itself and the leaves `sharding`, `compat` and `extras`.
+LEAVES = ("sharding", "compat", "json_text", "theory", "data", "viz")
+# What each part may import besides itself and the leaves `sharding`, `compat`, `extras` and `json_text`.
 ALLOWED = {
     "ops": (),
     "nn": ("ops",),
@@ -23,6 +23,7 @@ ALLOWED = {
     "sharding": (),
     "compat": (),
     "extras": (),
+    "json_text": (),
     "theory": (),
     "data": (),
     "viz": ("ops", "nn", "models"),
@@ -60,7 +61,7 @@ def imported_parts(path):
 def test_imports_go_one_way(path):
     part = part_of(path)
     assert part in ALLOWED, f"{part} is new: say in ALLOWED what it may import"
-    allowed = {part, "sharding", "compat", "extras", *ALLOWED[part], *COMMANDS.get(path.as_posix(), ())}
+    allowed = {part, "sharding", "compat", "extras", "json_text", *ALLOWED[part], *COMMANDS.get(path.as_posix(), ())}
     wrong = {name for name in imported_parts(path) if name in ALLOWED} - allowed
     assert not wrong, f"{path} must not import {sorted(wrong)}"
 

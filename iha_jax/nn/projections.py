@@ -70,7 +70,7 @@ class AttentionProjections(nnx.Module):
         context_features = in_features if context_features is None else context_features
         require_positive(kind, head_dim=head_dim, out_features=out_features, context_features=context_features)
         if window is not None:
-            require_positive(kind, window=window)
+            require_positive(f"{kind} with a window (None: without one)", window=window)
         if rope is not None and not isinstance(rope, Rope):
             raise ValueError(f"{kind}: rope must be an iha_jax.Rope or None, got {type(rope).__name__}.")
         if head_dim % self.num_maps:

@@ -346,7 +346,7 @@ def test_damaged_and_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"names '../elsewhere.safetensors'"):
         read_huggingface(tmp_path / "theirs")
     (tmp_path / "theirs" / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="isn't JSON"):
         read_huggingface(tmp_path / "theirs")
 
 

@@ -123,7 +123,7 @@ def test_no_file_and_no_json(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a file of JSON lines"):
         load_benchmark("gsm8k", tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text("\n{")
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match="line 2 isn't JSON"):
         load_benchmark("gsm8k", tmp_path / "x.jsonl")
 
 

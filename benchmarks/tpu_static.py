@@ -77,7 +77,12 @@ def regions_of(listing: str) -> list[Region]:
         depth = len(match.group(2)) or (found[-1].depth if found else 0)  # empty bundles show no depth
         # Inside a loop only another loop starts a new region.
         starts = match.group(1) == "LB" or (depth == 1 and match.group(1) in ("PF", "PB"))
-        if not found or depth != found[-1].depth or starts:
+        if found and depth > found[-1].depth and match.group(1) != "LB":
+            # A loop starts at its label: before it stood a bundle of the loop that the compiler took in from outside.
+            region = next(region for region in reversed(found) if region.depth == depth)
+            found.remove(region)
+            found.append(region)
+        elif not found or depth != found[-1].depth or starts:
             found.append(Region(depth))
         region = found[-1]
         region.bundles += 1

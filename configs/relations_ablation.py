@@ -1,6 +1,6 @@
 """Composing relations for longer, on one CPU core: is it steps, start, collapse or learning rate that decides?
 
-Command:   python -m iha_jax.experiments.compare configs/relations_ablation.py --seeds 1
+Command:   python -m iha_jax.experiments.compare configs/relations_ablation.py --seeds 3
 Hardware:  one CPU core, about half an hour a seed
 Data:      random ternary relations of 5 and 6 elements, generated
 Expected:  docs/relations.md has what we found

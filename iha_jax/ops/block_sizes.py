@@ -17,8 +17,8 @@ class Sizes:
         visible prefix of keys: (1 + 1/stripes)/2 of the square is computed. More stripes save little and cost
         compile time each.
       local_rows: kernels: aim for the pseudo-queries of a narrow window's tile. A tile sees window + tile keys and
-        wastes most of the second part, but the matrix unit spends as long loading 128 keys as multiplying them with
-        128 rows.
+        wastes some of the second part, but the matrix unit spends as long loading 128 keys as multiplying them with
+        128 rows, and of larger tiles more whole registers of scores can be left out.
       global_rows: kernels: the same for wide windows and global layers, where a tile is small beside what it sees.
       global_chunk: kernels: pseudo-keys of a chunk: its scores with 256 rows are half a MiB; larger ones waste more
         of the causal diagonal.
@@ -30,7 +30,7 @@ class Sizes:
     local_score_bytes: int = 2**20
     global_score_bytes: int = 4 * 2**20
     stripes: int = 8
-    local_rows: int = 160
+    local_rows: int = 320
     global_rows: int = 256
     global_chunk: int = 512
 

@@ -5,6 +5,7 @@ the softmax's statistics are computed again from the base heads. On a CPU the ke
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -83,7 +84,7 @@ def pallas_tpu(args: Arguments) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused(spec: Spec, tokens: Tokens, weights: Weights) -> Array:
     """The kernels as a differentiable function of their operands: ``[B, T, N * Hv]``, T padded."""
-    run = functools.partial(on_platform, "tpu", functools.partial(forward, spec))
+    run = _alone(spec, functools.partial(on_platform, "tpu", functools.partial(forward, spec)))
     if spec.groups == 1:
         return run(tokens, weights)
     if spec.across_heads:
@@ -100,7 +101,7 @@ def _fused_forward(spec: Spec, tokens: Tokens, weights: Weights):
 
 def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array) -> tuple[Tokens, Weights]:
     tokens, weights = residuals
-    run = functools.partial(on_platform, "tpu", functools.partial(backward, spec))
+    run = _alone(spec, functools.partial(on_platform, "tpu", functools.partial(backward, spec)))
     d_out = prepare.output_gradient(d_out, spec).astype(spec.dtype)
     if spec.groups == 1:
         *d_heads, matrices = run(tokens, weights, d_out)
@@ -124,6 +125,17 @@ def _fused_backward(spec: Spec, residuals: tuple[Tokens, Weights], d_out: Array)
 
 
 fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _alone(spec: Spec, run: Callable) -> Callable:
+    """Keeps the compiler from fusing the kernel with what the loop over parts of the heads does around it.
+
+    A fusion forgets how much memory on chip its kernel was allowed (libtpu 0.0.42), and then has too little.
+    """
+    if spec.groups == 1:
+        return run
+    barrier = jax.lax.optimization_barrier
+    return lambda *operands: barrier(run(*barrier(operands)))
 
 
 def _matrices(weights: Weights) -> tuple[Array, Array, Array, Array]:

@@ -54,14 +54,14 @@ class Scratch(NamedTuple):
     d_query_base: Any  # float32 [query groups, M*g, H]
     d_key_base: Any  # float32 [key groups, L*g, H]
     d_value_base: Any  # float32 [key groups, L*g, Hv], mixed only
-    d_out: Any  # per head [n, groups*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
+    d_out: Any  # per head [n, spans*unit, Hv] ([n, tile, Hv]), across heads [groups, N*g, Hv], float32
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
     of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
     means: Any  # float32 [2, rows, 128], of the gradients of probabilities, local only
     slope: Any  # float32 [2, rows, chunk], with a soft cap only
-    d_weights: Any  # float32 [2, groups*unit or rows, chunk], local only
-    weights: Any  # [2, groups*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
+    d_weights: Any  # float32 [2, spans*unit or rows, chunk], local only
+    weights: Any  # [2, spans*unit or rows, chunk] (float32 [2, pieces*tile, lanes]), local only
     d_scores: Any  # [2, rows, chunk], local only
     unmixed_key: Any  # [k, rows/sharing, H], gradients of a departing tile's pseudo-keys before their rotation
     unmixed_value: Any  # [k, rows/sharing, Hv], mixed only
@@ -77,7 +77,7 @@ def scratch_shapes(spec: Spec) -> list[Any]:
     if spec.across_heads:
         d_rows = (spec.query_groups, spec.out_base, v)
     else:
-        d_rows = (spec.heads, spec.query_groups * spec.unit if mixes else spec.tile, v)
+        d_rows = (spec.heads, spec.spans * spec.unit if mixes else spec.tile, v)
     pieces = 0 if mixes else len(spec.pieces) * spec.tile
     if mixes:
         of_weights = fwd.local_only(spec, 2, spec.weight_rows, spec.chunk, dtype=dtype)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from iha_jax.ops import pallas_tpu_strips as strips
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_spec import LANES, SUBLANES, Spec
 
@@ -23,13 +24,12 @@ F32 = jnp.float32
 
 def to_pieces(spec: Spec, parts: list[Array]) -> Array:
     """Probabilities by unit, one array for each of `Spec.parts`, to pieces ``[pieces * tile, piece lanes]``."""
-    parts = [_whole_chunk(spec, x, part.columns) for x, part in zip(parts, spec.parts, strict=True)]
-    x = per_token(spec, parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0))
+    x = per_token(spec, strips.to_whole(spec, parts))
     return jnp.concatenate([_lanes_from(x, start, spec.piece_lanes) for start, _ in spec.pieces], axis=0)
 
 
 def from_pieces(spec: Spec, x: Array) -> Array:
-    """The transpose of `to_pieces` for what is 0 beyond a piece's own lanes: ``[groups*unit, chunk]``."""
+    """The transpose of `to_pieces` for what is 0 beyond a piece's own lanes: ``[spans*unit, chunk]``."""
     registers: dict[int, Array] = {}
     for i, (start, _) in enumerate(spec.pieces):
         piece = x[i * spec.tile : (i + 1) * spec.tile]
@@ -47,14 +47,6 @@ def from_pieces(spec: Spec, x: Array) -> Array:
     return per_unit_row(spec, jnp.concatenate(found, axis=1))
 
 
-def _whole_chunk(spec: Spec, x: Array, columns: slice) -> Array:
-    """Zeros for the columns that a part does not see."""
-    sides = [columns.start, spec.chunk - columns.stop]
-    before, after = (jnp.zeros((x.shape[0], n), x.dtype) if n else None for n in sides)
-    found = [y for y in (before, x, after) if y is not None]
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-
-
 def _lanes_from(x: Array, start: int, width: int) -> Array:
     """Columns ``start`` to ``start + width``, zeros beyond those that there are; whole registers are free to take."""
     low = start // LANES * LANES
@@ -70,11 +62,11 @@ def _lanes_from(x: Array, start: int, width: int) -> Array:
 
 def per_token(spec: Spec, x: Array) -> Array:
     """Rows by unit to rows by token ``[tile, c]``: sums the turns of a unit, and fills registers again."""
-    g = spec.query_group
+    g = spec.span
     if g >= SUBLANES:
         return x
     groups = []
-    for i in range(spec.query_groups):
+    for i in range(spec.spans):
         rows = x[i * SUBLANES : (i + 1) * SUBLANES]
         shift = SUBLANES // 2
         while shift >= g:
@@ -84,7 +76,7 @@ def per_token(spec: Spec, x: Array) -> Array:
     together = SUBLANES // g
     owner = lax.div(lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0), g)
     found = []
-    for first in range(0, spec.query_groups, together):
+    for first in range(0, spec.spans, together):
         rows = groups[first]
         for k in range(1, together):
             rows = jnp.where(owner == k, groups[first + k], rows)
@@ -94,12 +86,12 @@ def per_token(spec: Spec, x: Array) -> Array:
 
 def per_unit_row(spec: Spec, x: Array) -> Array:
     """The transpose of `per_token`: a token's row for every turn of its unit."""
-    g = spec.query_group
+    g = spec.span
     if g >= SUBLANES:
         return x
     owner = lax.div(lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0), g)
     found = []
-    for i in range(spec.query_groups):
+    for i in range(spec.spans):
         register, place = divmod(i * g, SUBLANES)
         rows = jnp.where(owner == place // g, x[register * SUBLANES : (register + 1) * SUBLANES], 0.0)
         shift = g

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from iha_jax.ops import pallas_tpu_strips as strips
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_prepare import Tokens
-from iha_jax.ops.pallas_tpu_spec import Spec
+from iha_jax.ops.pallas_tpu_spec import Block, Spec
 
 F32 = jnp.float32
 
@@ -24,7 +25,7 @@ class HeadChain:
 
     @property
     def d_out(self) -> Array:
-        """Gradients of what the probabilities' rows give: ``[rows, Hv]`` across heads, else ``[groups*unit, Hv]``."""
+        """Gradients of what the probabilities' rows give: ``[rows, Hv]`` across heads, else ``[spans*unit, Hv]``."""
         if self.held is not None:
             return self.held
         spec, d_out = self.spec, self.scratch.d_out
@@ -51,7 +52,6 @@ class HeadChain:
         mean: Array,
         over: Array,
         slope: Array | None,
-        rows: slice = slice(None),
     ):
         """Through the softmax, for all columns ``c`` that are given.
 
@@ -61,14 +61,12 @@ class HeadChain:
           mean: ``[rows, 128]``: the probabilities' mean of their gradients.
           over: ``[rows, 128]``: what normalises the probabilities.
           slope: derivative of the logits by the products, or None for 1.
-          rows: which of the tile's pseudo-queries these are.
 
         Returns:
-          What meets values, float32 ``[groups*unit or rows, c]``, and the gradient of the products ``[rows, c]`` in the
-          heads' dtype.
+          What meets values ``[spans*unit or rows, c]`` and the gradient of the products ``[rows, c]``, float32.
         """
         spec, width = self.spec, weight.shape[1]
-        factor = over if spec.across_heads else self.weights.collapse[self.head, rows] * over
+        factor = over if spec.across_heads else tile.by_span(over, self.weights.collapse[self.head])
         probabilities = weight * tile.over_lanes(factor, width)
         # Logits are in units of log 2: their gradient is log 2 times that of natural ones.
         mean, d_probabilities = tile.over_lanes(mean * math.log(2), width), d_probabilities * math.log(2)
@@ -79,7 +77,7 @@ class HeadChain:
             probabilities = tile.per_unit(spec, probabilities)
         if slope is not None:
             d_scores = d_scores * slope
-        return probabilities, d_scores.astype(spec.dtype)
+        return probabilities, d_scores
 
     def spread(self, at, probabilities: Array, d_scores: Array) -> tuple[Array, Array | None]:
         """Adds to the gradients of the chunk's pseudo-keys and -values.
@@ -95,20 +93,17 @@ class HeadChain:
             self._add_blocks(scratch.d_key, at, d_scores, scratch.query[self.head])
         else:
             self._add(scratch.d_key, at, tile.dot(spec, d_scores, scratch.query[self.head], (0, 0)))
-        d_query = self._by_parts(d_scores, scratch.key, at, "rows")
+        d_query = self._of_rows(d_scores, scratch.key, at, spec.strips)
         if not spec.across_heads:
             return d_query, None
-        return d_query, self._by_parts(probabilities, scratch.value, at, "weight_rows")
+        return d_query, self._of_rows(probabilities, scratch.value, at, spec.weight_strips)
 
-    def _by_parts(self, x: Array, kept, at, kind: str) -> Array:
-        """Products with a chunk of the kept keys or values; local: without the columns that a part does not see."""
-        if self.spec.kind == "global":
-            return tile.dot(self.spec, x, kept[self.kv, at, :])
-        found = [
-            tile.dot(self.spec, x[getattr(part, kind), part.columns], kept[self.kv, tile.columns_of(part, at), :])
-            for part in self.spec.parts
-        ]
-        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+    def _of_rows(self, x: Array, kept, at, some: list[Block]) -> Array:
+        """``[rows, c]`` by a chunk of the kept keys or values; local: without what `Spec.strips` leave out."""
+        spec = self.spec
+        if spec.kind == "global":
+            return tile.dot(spec, x, kept[self.kv, at, :])
+        return strips.by_strips(spec, some, x, kept.at[self.kv], at)
 
     def _add(self, to, at, found: Array) -> None:
         """Adds to a chunk's gradients; to what a local tile's own keys have none of yet, it writes."""
@@ -118,7 +113,8 @@ class HeadChain:
             return
         if spec.history:
             to[self.kv, pl.ds(at.start, spec.history), :] += found[: spec.history]
-        to[self.kv, tile.rows_at(at.start, spec.history, spec.rows), :] = found[spec.history :]
+        newest = found[spec.history : spec.history + spec.rows]
+        to[self.kv, tile.rows_at(at.start, spec.history, spec.rows), :] = newest
 
     def _add_blocks(self, to, at, x: Array, y: Array) -> None:
         """Adds the product of ``x`` transposed ``[rows, chunk]`` with ``y``, without what `Spec.blocks` leave out."""
@@ -126,7 +122,8 @@ class HeadChain:
         for rows, columns in spec.blocks:
             found.append((columns, tile.dot(spec, x[rows, columns], y[rows], (0, 0))))
         ends = {end for columns, _ in found for end in (columns.start, columns.stop)}
-        for start, stop in itertools.pairwise(sorted({0, spec.history, spec.chunk, *ends})):
+        end = spec.history + spec.rows  # nobody sees what lies beyond
+        for start, stop in itertools.pairwise(sorted(x for x in {0, spec.history, end, *ends} if x <= end)):
             here = [z[start - c.start : stop - c.start] for c, z in found if c.start <= start and stop <= c.stop]
             rows = tile.rows_at(at.start, start, stop - start)
             if start >= spec.history and self._writes:
@@ -149,7 +146,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
         bias = tile.mask_bias(spec, columns, tokens.key_index[0, j]) if masked else None
         return (
             at,
-            *tile.logits(spec, scratch.query[chain.head], scratch.key[chain.kv, at, :], bias),
+            *tile.logits(spec, tile.dot(spec, scratch.query[chain.head], scratch.key[chain.kv, at, :], (1, 1)), bias),
             chain.d_probabilities(at),
         )
 
@@ -172,7 +169,7 @@ def sweep(spec: Spec, number: Array, tokens: Tokens, scratch, columns, chain: He
         at, scores, slope, d_probabilities = chunk(j, masked)
         weight = jnp.exp2(scores - top)
         found = chain.reduce(weight, d_probabilities, mean, over, slope)
-        found = chain.spread(at, *found)
+        found = chain.spread(at, found[0], found[1].astype(spec.dtype))
         return tuple(x if y is None else x + y for x, y in zip(carry, found, strict=True))
 
     start = jnp.zeros((spec.rows, spec.head_dim), F32), None

@@ -39,14 +39,17 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
     visits = b * n * chunk_visits(spec)
     sweeps = 1 if spec.kind == "local" else 2
     query_rows, key_rows = spec.query_group * spec.pseudo, spec.key_group * spec.pseudo
-    units = spec.query_groups * spec.unit
     mixes_values = spec.mixes_values or not backward
+    rows = spec.weight_rows
+    # What a tile's queries see of a chunk, as (queries, columns).
+    strips, weight_strips = [(spec.rows, spec.chunk)], [(rows, spec.chunk)]
+    if spec.kind == "local":
+        strips, weight_strips = ([block.shape for block in x] for x in (spec.strips, spec.weight_strips))
     found = [
         ("mix queries", tiles * n * spec.query_groups, query_rows, spec.query_base, h),
         ("mix keys", arrivals * kv * spec.key_groups, key_rows, spec.key_base, h),
-        ("scores", sweeps * visits, spec.rows, h, spec.chunk),
     ]
-    rows = spec.rows if spec.across_heads else units
+    found += [("scores", sweeps * visits, some, h, columns) for some, columns in strips]
     if mixes_values:
         found.append(("mix values", arrivals * kv * spec.key_groups, key_rows, spec.key_base, v))
     else:
@@ -54,12 +57,10 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
     if spec.across_heads:
         found.append(("collapse", tiles * n * spec.query_groups, spec.out_base, query_rows, v))
     if not backward:
-        return [*found, ("values", visits, rows, spec.chunk, v)]
+        return [*found, *(("values", visits, some, columns, v) for some, columns in weight_strips)]
     if spec.across_heads:
-        found += [
-            ("values", visits, rows, spec.chunk, v),
-            ("d collapse", tiles * n * spec.query_groups, spec.out_base, v, query_rows),
-        ]
+        found += [("values", visits, some, columns, v) for some, columns in weight_strips]
+        found.append(("d collapse", tiles * n * spec.query_groups, spec.out_base, v, query_rows))
     if spec.mixes_values:
         found += [
             ("d probabilities", sweeps * visits, rows, v, spec.chunk),
@@ -74,14 +75,14 @@ def products(spec: Spec, backward: bool) -> list[tuple[str, int, int, int, int]]
             ("d base values", tiles * pieces, spec.key_base, every, v),
         ]
     turns = tiles * n * spec.query_groups // spec.sharing(spec.query_groups).count
+    found += [("d queries", visits, some, columns, h) for some, columns in strips]
     found += [
-        ("d queries", visits, spec.rows, spec.chunk, h),
         ("d base queries", turns, spec.query_base, query_rows, h),
         ("d mixing of queries", turns, query_rows, h, spec.query_base),
     ]
     if spec.kind == "local":
-        for rows, columns in spec.blocks:
-            found.append(("d keys", visits, columns.stop - columns.start, rows.stop - rows.start, h))
+        for queries, columns in (block.shape for block in spec.blocks):
+            found.append(("d keys", visits, columns, queries, h))
     else:
         found.append(("d keys", visits, spec.chunk, spec.rows, h))
     departures = b * spec.key_tiles * kv * spec.key_groups
@@ -145,7 +146,7 @@ def cost_estimate(spec: Spec, backward: bool, blocks: Iterable[tuple[pl.BlockSpe
       blocks: block and dtype of every operand and result.
     """
     steps = spec.backward_steps if backward else spec.steps
-    scores = spec.batch * spec.heads * chunk_visits(spec) * spec.rows * spec.chunk
+    scores = spec.batch * spec.heads * chunk_visits(spec) * spec.scores
     sweeps = 1 if spec.kind == "local" else 2
     return pl.CostEstimate(
         flops=flops(spec, backward),

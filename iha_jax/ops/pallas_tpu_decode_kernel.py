@@ -20,7 +20,8 @@ from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_decode_plan import DecodeSpec
-from iha_jax.ops.pallas_tpu_spec import LANES, VMEM_LIMIT
+from iha_jax.ops.pallas_tpu_memory import VMEM_LIMIT
+from iha_jax.ops.pallas_tpu_spec import LANES
 from iha_jax.ops.rope import fractional_turns
 
 F32 = jnp.float32

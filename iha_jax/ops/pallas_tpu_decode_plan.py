@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from iha_jax.ops.arguments import Arguments
+from iha_jax.ops.pallas_tpu_memory import VMEM_BYTES
 from iha_jax.ops.pallas_tpu_plan import DoesNotFit
-from iha_jax.ops.pallas_tpu_spec import LANES, ROWS, VMEM_BYTES, round_up
+from iha_jax.ops.pallas_tpu_spec import LANES, ROWS, round_up
 
 MAX_TILE = 512
 """Most tokens of a cache tile: enough for transfers to run at full speed; more only cost on-chip memory."""

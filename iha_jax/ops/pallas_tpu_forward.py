@@ -12,12 +12,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from iha_jax.ops import pallas_tpu_base as base
+from iha_jax.ops import pallas_tpu_strips as strips
 from iha_jax.ops import pallas_tpu_tile as tile
 from iha_jax.ops.pallas_tpu_cost import cost_estimate
+from iha_jax.ops.pallas_tpu_memory import VMEM_LIMIT
 from iha_jax.ops.pallas_tpu_prepare import Rotation, Tokens, Weights
-from iha_jax.ops.pallas_tpu_spec import LANES, VMEM_LIMIT, Spec
+from iha_jax.ops.pallas_tpu_spec import LANES, Spec
 
 F32 = jnp.float32
+
+WRITTEN_OUT = 1800
+"""Registers of scores whose turns of the pipeline over heads are written out: at the paper's layer all of them (four in
+a row take 4 percent longer), of wide windows as many as do not spill more than they overlap."""
 
 
 class Scratch(NamedTuple):
@@ -30,17 +36,17 @@ class Scratch(NamedTuple):
     key_base: Any  # float32 [key groups, L*g, H]
     value_base: Any  # float32 [key groups, L*g, Hv]
     rows: Any  # float32 [tile, max(H, Hv)]
-    out: Any  # float32: per head [n, groups*unit, Hv], across heads [groups, N*g, Hv]
+    out: Any  # float32: per head [n, spans*unit, Hv], across heads [groups, N*g, Hv]
     bias: Any  # float32 [rows, chunk], local only
     scores: Any  # float32 [2, rows, chunk], then their exponentials, local only
     of_rows: Any  # float32 [2, rows, 128]: their maxima, then what normalises them, local only
-    weights: Any  # [2, groups*unit or rows, chunk], local only
+    weights: Any  # [2, spans*unit or rows, chunk], local only
 
 
 def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> Array:
     """Runs the kernel for one part of the heads: ``[B, query tiles * tile, out heads * Hv]``."""
-    # Here pseudo-values are faster by the compiler's schedule, though they take the matrix unit longer: 7947 bundles
-    # for 8 tokens of the paper's layer on v5e against 8336 with weights of base values.
+    # Here pseudo-values are faster by the compiler's schedule, though they take the matrix unit longer: with tiles of
+    # 8 tokens the paper's layer took 7947 bundles a tile on v5e, and 8336 with weights of base values.
     spec = dataclasses.replace(spec, mixes_values=True)
     weights = in_dtype(spec, weights)
     arrays, structure = jax.tree.flatten((tokens, weights))
@@ -48,7 +54,7 @@ def forward(spec: Spec, tokens: Tokens, weights: Weights, *, interpret: Any) -> 
     if spec.across_heads:
         out_rows = (spec.query_groups, spec.out_base, spec.value_dim)
     else:
-        out_rows = (spec.heads, spec.query_groups * spec.unit, spec.value_dim)
+        out_rows = (spec.heads, spec.spans * spec.unit, spec.value_dim)
     shapes = [
         *buffers(spec),
         pltpu.VMEM(out_rows, F32),
@@ -266,10 +272,9 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
         at = pl.ds(tile.window_start(spec, step)[1], spec.chunk)
 
         def score(head, slot):
-            for part in spec.parts:
-                key = scratch.key[tile.kv_head(spec, head), tile.columns_of(part, at), :]
-                bias = scratch.bias[part.rows, part.columns]
-                scores = tile.logits(spec, scratch.query[head, part.rows, :], key, bias)[0]
+            products = strips.products(spec, scratch.query.at[head], scratch.key.at[tile.kv_head(spec, head)], at)
+            for part, scores in zip(spec.parts, products, strict=True):
+                scores = tile.logits(spec, scores, scratch.bias[part.rows, part.columns])[0]
                 scratch.scores[slot, part.rows, part.columns] = scores
                 scratch.of_rows[slot, part.rows, :] = tile.all_lanes(tile.top_of(spec, scores))
 
@@ -282,23 +287,22 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
                     tile.reciprocal(jnp.sum(scores, axis=1, keepdims=True), spec.dtype, positive=spec.sees_itself)
                 )
                 if not spec.across_heads:
-                    over = weights.collapse[head, part.rows] * over
+                    over = tile.by_span(over, weights.collapse[head])
                 scratch.of_rows[slot, part.rows, :] = over
 
         def normalise(head, slot):
             del head
-            for part in spec.parts:
-                scores, factor = scratch.scores[slot, part.rows, part.columns], scratch.of_rows[slot, part.rows, :]
-                scratch.weights[slot, part.weight_rows, part.columns] = _weights(spec, scores, factor)
-
-        def multiply(head, slot):
             found = []
             for part in spec.parts:
-                value = scratch.value[tile.kv_head(spec, head), tile.columns_of(part, at), :]
-                found.append(tile.dot(spec, scratch.weights[slot, part.weight_rows, part.columns], value))
-            keep(head, found[0] if len(found) == 1 else jnp.concatenate(found, axis=0))
+                scores, factor = scratch.scores[slot, part.rows, part.columns], scratch.of_rows[slot, part.rows, :]
+                found.append(_weights(spec, scores, factor))
+            scratch.weights[slot] = strips.to_whole(spec, found).astype(spec.dtype)
 
-        tile.pipeline(spec.heads, spec.turns(1200), score, exponentiate, normalise, multiply)
+        def multiply(head, slot):
+            value = scratch.value.at[tile.kv_head(spec, head)]
+            keep(head, strips.by_strips(spec, spec.weight_strips, scratch.weights.at[slot], value, at))
+
+        tile.pipeline(spec.heads, spec.turns(WRITTEN_OUT), score, exponentiate, normalise, multiply)
     else:
         columns = query_columns(tokens)
         tile.for_each(
@@ -312,7 +316,7 @@ def _attend(spec: Spec, step: Array, tokens: Tokens, weights: Weights, scratch: 
 
 
 def _weights(spec: Spec, scores: Array, factor: Array) -> Array:
-    """Probabilities in the heads' dtype: collapsed ``[groups*unit, c]``, or across heads all ``[rows, c]``.
+    """Probabilities in float32: collapsed ``[spans*unit, c]``, or across heads all ``[rows, c]``.
 
     Args:
       spec: static description.
@@ -320,7 +324,7 @@ def _weights(spec: Spec, scores: Array, factor: Array) -> Array:
       factor: ``[rows, 128]``, what normalises them, times the weight in a per-head collapse.
     """
     scores = scores * tile.over_lanes(factor, scores.shape[1])
-    return (scores if spec.across_heads else tile.per_unit(spec, scores)).astype(spec.dtype)
+    return scores if spec.across_heads else tile.per_unit(spec, scores)
 
 
 def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch: Scratch, columns, head):
@@ -330,7 +334,7 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
     def scores_of(j, masked):
         at = pl.ds(pl.multiple_of(j * spec.chunk, 128), spec.chunk)
         bias = tile.mask_bias(spec, columns, tokens.key_index[0, j]) if masked else None
-        return tile.logits(spec, query, scratch.key[kv, at, :], bias)[0], at
+        return tile.logits(spec, tile.dot(spec, query, scratch.key[kv, at, :], (1, 1)), bias)[0], at
 
     def statistics(j, carry, masked):
         top, total = carry
@@ -342,21 +346,21 @@ def _sweep(spec: Spec, number: Array, tokens: Tokens, weights: Weights, scratch:
     top, total = tile.over_chunks(spec, number, statistics, start)
     factor = tile.all_lanes(tile.reciprocal(total, spec.dtype, positive=spec.sees_itself))
     if not spec.across_heads:
-        factor = weights.collapse[head] * factor
+        factor = tile.by_span(factor, weights.collapse[head])
 
     def result(j, carry, masked):
         scores, at = scores_of(j, masked)
         found = _weights(spec, jnp.exp2(scores - top), factor)
-        return carry + tile.dot(spec, found, scratch.value[kv, at, :])
+        return carry + tile.dot(spec, found.astype(spec.dtype), scratch.value[kv, at, :])
 
     return tile.over_chunks(spec, number, result, jnp.zeros((spec.weight_rows, spec.value_dim), F32))
 
 
 def _write_heads(spec: Spec, scratch: Scratch, out_ref) -> None:
     """Per head: adds up the parts of a unit that belong to one token and puts heads side by side."""
-    g = spec.query_group
+    g = spec.span
     for head in range(spec.heads):
-        for i in range(spec.query_groups):
+        for i in range(spec.spans):
             parts = [
                 scratch.out[head, i * spec.unit + part * g : i * spec.unit + (part + 1) * g, :]
                 for part in range(spec.unit // g)

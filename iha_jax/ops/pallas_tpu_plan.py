@@ -6,7 +6,8 @@ import math
 import jax
 
 from iha_jax.ops.block_sizes import Sizes, band_of
-from iha_jax.ops.pallas_tpu_spec import LANES, ROWS, SUBLANES, VMEM_BYTES, Spec, round_up
+from iha_jax.ops.pallas_tpu_memory import VMEM_BYTES, vmem_bytes
+from iha_jax.ops.pallas_tpu_spec import LANES, ROWS, SUBLANES, Spec, round_up
 from iha_jax.ops.types import Causal
 
 LOCAL_CHUNK = 4096
@@ -96,12 +97,19 @@ def plan(
     needed = 0
     for shape, part in candidates:
         part_heads, tile = part * (heads // kv_heads), shape["tile"]
+        group = mixing_group(tile, sources, pseudo)
+        span, beyond = group, 0
+        if shape["kind"] == "local" and not across_heads:
+            span, beyond = _span(shape, group, pseudo)
+        if beyond:
+            shape = {**shape, "history": shape["history"] - beyond}
         found = Spec(
             batch=batch,
             query_tiles=-(-query_len // tile),
             key_tiles=-(-key_len // tile),
             pseudo=pseudo,
-            query_group=mixing_group(tile, sources, pseudo),
+            query_group=group,
+            span=span,
             key_group=mixing_group(tile, key_sources, pseudo),
             sources=sources,
             key_sources=key_sources,
@@ -124,13 +132,44 @@ def plan(
             **shape,
         )
         found = dataclasses.replace(found, mixes_values=_mixes_values(found))
-        needed = max(found.vmem_bytes(backward=True), found.vmem_bytes(backward=False))
+        needed = max(vmem_bytes(found, backward=True), vmem_bytes(found, backward=False))
         if needed <= VMEM_BYTES:
             return found
     raise DoesNotFit(
         f"the pseudo-keys and -values of one head, S={key_len} tokens times P={pseudo}, and their gradients need "
         f"{needed / 2**20:.0f} MiB of on-chip memory, more than {VMEM_BYTES / 2**20:.0f} MiB"
     )
+
+
+def _span(shape: dict, group: int, pseudo: int) -> tuple[int, int]:
+    """Tokens whose pseudo-queries lie together, and columns behind the newest keys, so that most columns stay unseen.
+
+    Keys that a span's queries do not see are left out in whole registers: short spans, and a chunk that ends a little
+    behind the newest keys, leave out more of them.
+    """
+    before, after = shape["seen"]
+    rows, chunk = shape["tile"] * pseudo, shape["chunk"]
+    first = before + shape["delay"] * rows + rows  # columns that some query sees
+
+    def registers(span: int, beyond: int) -> int:
+        size, total = span * pseudo, 0
+        for i in range(0, rows, size):
+            start = shape["history"] - beyond - shape["delay"] * rows + i
+            low = max(start - before, 0) // LANES
+            high = min(-(-(start + size + after) // LANES), chunk // LANES)
+            total += (high - low) * size
+        return total
+
+    spans = [group]
+    while spans[-1] % 2 == 0 and _whole_registers(spans[-1] // 2, pseudo):
+        spans.append(spans[-1] // 2)
+    choices = [(span, beyond) for span in spans for beyond in range(0, chunk - first + 1, ROWS)]
+    return min(choices, key=lambda x: registers(*x))
+
+
+def _whole_registers(span: int, pseudo: int) -> bool:
+    """Whether a span's pseudo-queries are whole registers in which its tokens repeat."""
+    return span * pseudo % SUBLANES == 0 and (span >= SUBLANES or pseudo % (SUBLANES // span) == 0)
 
 
 def _mixes_values(spec: Spec) -> bool:

@@ -54,10 +54,10 @@ class Weights(NamedTuple):
     with in parts, the four matrices have a first axis for the part.
 
     Attributes:
-      query: ``[n, P*g, M*g]``, rows (pseudo-head, token), columns (source, token), padded.
+      query: ``[n, P*g, M*g]``, rows (span, pseudo-head, token), columns (source, token), padded.
       key: ``[k, g*P, L*g]``, rows (token, pseudo-head).
       value: likewise.
-      collapse: per head float32 ``[n, rows, 128]``, the weight of each pseudo-query, the same in all lanes; across
+      collapse: per head float32 ``[n, P*span, 128]``, the weight of each pseudo-query, the same in all lanes; across
         heads ``[n, N*g, P*g]``, rows (output head, token), padded.
       query_rotation: ``[P*g, H]`` each, in the order of the query's rows, times `Spec.score_scale`, or None.
       key_rotation: likewise for the key's rows.
@@ -120,7 +120,10 @@ def weights(args: Arguments, spec: Spec) -> Weights:
             jnp.arange(spec.pseudo, dtype=jnp.int32), args.rope, args.head_dim, spec.pseudo, with_factor=False
         )
         by_pseudo = _both_halves(*tables, spec)
-        query_rotation = Rotation(*(jnp.repeat(x, spec.query_group, axis=0) * spec.score_scale for x in by_pseudo))
+        spans = spec.query_group // spec.span
+        query_rotation = Rotation(
+            *(jnp.tile(jnp.repeat(x, spec.span, axis=0), (spans, 1)) * spec.score_scale for x in by_pseudo)
+        )
         key_rotation = Rotation(*(jnp.tile(x, (spec.key_group, 1)) for x in by_pseudo))
     return Weights(query, key, value, collapse, query_rotation, key_rotation)
 
@@ -128,7 +131,8 @@ def weights(args: Arguments, spec: Spec) -> Weights:
 def _matrices(mixing: HeadMixing, spec: Spec) -> tuple[Array, Array, Array, Array]:
     """The four matrices of `Weights` for some of the heads."""
     g = spec.query_group
-    query = _kron(mixing.query, g).transpose(2, 3, 4, 0, 1)  # [n, p, t, m, s]
+    query = _kron(mixing.query, g)  # [m, s, n, p, t]
+    query = query.reshape(*query.shape[:-1], g // spec.span, spec.span).transpose(2, 4, 3, 5, 0, 1)
     query = query.reshape(spec.heads, spec.pseudo * g, -1)
     keys = []
     for x in (mixing.key, mixing.value):
@@ -140,9 +144,9 @@ def _matrices(mixing: HeadMixing, spec: Spec) -> tuple[Array, Array, Array, Arra
         collapse = collapse.transpose(3, 0, 1, 2, 4).reshape(spec.heads, -1, spec.pseudo * g)
         collapse = _pad(collapse, 1, spec.out_base)
     else:
-        rows = (spec.heads, spec.query_groups, spec.pseudo, g)
-        collapse = jnp.broadcast_to(mixing.collapse.astype(jnp.float32)[:, None, :, None], rows)
-        collapse = jnp.broadcast_to(collapse.reshape(spec.heads, spec.rows, 1), (spec.heads, spec.rows, LANES))
+        rows = spec.span * spec.pseudo
+        collapse = jnp.repeat(mixing.collapse.astype(jnp.float32), spec.span, axis=1)
+        collapse = jnp.broadcast_to(collapse[:, :, None], (spec.heads, rows, LANES))
     return _pad(query, 2, spec.query_base), *keys, collapse
 
 
@@ -229,7 +233,7 @@ def _indices(args: Arguments, spec: Spec) -> tuple[Array, Array]:
 
     tile = jnp.arange(spec.query_tiles, dtype=jnp.int32)[:, None]
     row = jnp.arange(spec.rows, dtype=jnp.int32)[None]
-    g = spec.query_group
+    g = spec.span
     within = row % (g * spec.pseudo)
     token = tile * spec.tile + row // (g * spec.pseudo) * g + within % g
     pseudo = jnp.broadcast_to(within // g, token.shape)

@@ -1,4 +1,4 @@
-"""What is static about a call of the fused TPU kernels, and the account of its memory.
+"""What is static about a call of the fused TPU kernels.
 
 Both kernels go through the tokens in tiles, one after the other, and keep the pseudo-keys and -values they made in
 on-chip memory. They differ in what is kept and how a tile of queries meets its keys:
@@ -14,7 +14,6 @@ import math
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 LANES = 128
 """Width of a vector register and of the matrix unit (v5e, v5p)."""
@@ -24,13 +23,6 @@ SUBLANES = 8
 
 ROWS = 16
 """Pseudo-rows come in multiples of this: two bfloat16 rows share a 32-bit sublane."""
-
-VMEM_BYTES = 56 * 2**20
-"""What a kernel may plan to use: v5p and v7x have 64 MiB of vector memory a core, v5e and v6e 128, and the compiler
-needs some of it for itself."""
-
-VMEM_LIMIT = 62 * 2**20
-"""What the compiler is allowed; its own default of 16 MiB is only a convention."""
 
 
 class Part(NamedTuple):
@@ -53,7 +45,7 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Local: queries of a tile whose gradients of keys come from one product, and what they see, to whole registers.
+    """Local: queries of a tile and keys of its chunk that meet in one product, to whole registers.
 
     Attributes:
       rows: of pseudo-queries.
@@ -62,6 +54,11 @@ class Block(NamedTuple):
 
     rows: slice
     columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of queries and of columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
 class Sharing(NamedTuple):
@@ -81,6 +78,10 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
+def _holds(some: slice, number: int) -> bool:
+    return some.start <= number < some.stop
+
+
 def _copies(size: int, lanes: int) -> int:
     """A power of two."""
     return 1 << int(math.log2(lanes // size))
@@ -98,6 +99,7 @@ class Spec:
       tile: tokens of a tile.
       pseudo: P.
       query_group: tokens mixed by one product on the query side.
+      span: tokens whose pseudo-queries lie together, in the order (pseudo-head, token); a query group has whole spans.
       key_group: likewise on the key side.
       chunk: pseudo-keys a query tile is multiplied with at once.
       chunks: how many of them (local: 1).
@@ -138,6 +140,7 @@ class Spec:
     tile: int
     pseudo: int
     query_group: int
+    span: int
     key_group: int
     chunk: int
     chunks: int
@@ -190,13 +193,13 @@ class Spec:
 
     @property
     def unit(self) -> int:
-        """Rows after which the tokens of a query group repeat: their number, or one register of several turns."""
-        return max(SUBLANES, self.query_group)
+        """Rows after which the tokens of a span repeat: their number, or one register of several turns."""
+        return max(SUBLANES, self.span)
 
     @property
     def weight_rows(self) -> int:
-        """Rows of probabilities that meet values: one unit of a group, or all with the across-heads collapse."""
-        return self.rows if self.across_heads else self.query_groups * self.unit
+        """Rows of probabilities that meet values: one unit of a span, or all with the across-heads collapse."""
+        return self.rows if self.across_heads else self.spans * self.unit
 
     @property
     def sees_itself(self) -> bool:
@@ -205,11 +208,11 @@ class Spec:
 
     @property
     def parts(self) -> list[Part]:
-        """Local: the tile's queries by the columns they can see, neighbouring groups that see the same together."""
-        size = self.query_group * self.pseudo
+        """Local: the tile's queries by the columns they can see, neighbouring spans that see the same together."""
+        size = self.span * self.pseudo
         weight_size = size if self.across_heads else self.unit
         found: list[Part] = []
-        for i in range(self.query_groups):
+        for i in range(self.spans):
             # The tile's first pseudo-query lies after `history` keys, less those that arrived while it waited.
             start = self.history - self.delay * self.rows + i * size
             low = max(start - self.seen[0], 0) // LANES * LANES
@@ -220,6 +223,31 @@ class Spec:
                 first, first_weight = last.rows.start, last.weight_rows.start
             rows, weight_rows = slice(first, (i + 1) * size), slice(first_weight, (i + 1) * weight_size)
             found.append(Part(rows, weight_rows, slice(low, high)))
+        return found
+
+    @property
+    def strips(self) -> list[Block]:
+        """Local: columns of the chunk with the queries that see them, to whole packed registers.
+
+        What one product makes or takes: keys are loaded into the matrix unit once for all queries that see them.
+        """
+        return self._strips([part.rows for part in self.parts], self.rows)
+
+    @property
+    def weight_strips(self) -> list[Block]:
+        """Local: the same for rows of what meets values."""
+        return self._strips([part.weight_rows for part in self.parts], self.weight_rows)
+
+    def _strips(self, rows_of: list[slice], total: int) -> list[Block]:
+        found: list[Block] = []
+        for low in range(0, self.chunk, LANES):
+            seen = [rows for rows, part in zip(rows_of, self.parts, strict=True) if _holds(part.columns, low)]
+            if not seen:
+                continue
+            rows = slice(seen[0].start // ROWS * ROWS, min(round_up(seen[-1].stop, ROWS), total))
+            joins = bool(found) and found[-1] == (rows, slice(found[-1].columns.start, low))
+            start = found.pop().columns.start if joins else low
+            found.append(Block(rows, slice(start, low + LANES)))
         return found
 
     @property
@@ -240,11 +268,9 @@ class Spec:
             return found
 
         def cost(blocks: list[Block]) -> int:
-            return sum(
-                -(-(rows.stop - rows.start) // LANES) * (columns.stop - columns.start) for rows, columns in blocks
-            )
+            return sum(-(-rows // LANES) * columns for rows, columns in (block.shape for block in blocks))
 
-        return min((cut(n) for n in range(self.query_groups, 0, -1)), key=cost)
+        return min([*(cut(n) for n in range(self.query_groups, 0, -1)), self.strips], key=cost)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -288,6 +314,11 @@ class Spec:
         return Sharing(math.gcd(count, groups), period)
 
     @property
+    def spans(self) -> int:
+        """Spans of a tile."""
+        return self.tile // self.span
+
+    @property
     def query_groups(self) -> int:
         """Query groups of a tile."""
         return self.tile // self.query_group
@@ -316,12 +347,24 @@ class Spec:
     def buffer(self) -> int:
         """Pseudo-keys of a head that are kept."""
         if self.kind == "local":
-            return (self.lag + self.slots) * self.rows
+            return (self.lag + self.slots) * self.rows + self.beyond
         return self.chunk * self.chunks
+
+    @property
+    def beyond(self) -> int:
+        """Local: pseudo-keys of a chunk behind the newest tile, which no query sees."""
+        return self.chunk - self.history - self.rows if self.kind == "local" else 0
 
     def turns(self, registers: int) -> int:
         """Turns of the pipeline over heads whose scores, one intermediate result of each, take so many registers."""
-        return registers * SUBLANES * LANES // (self.rows * self.chunk)
+        return registers * SUBLANES * LANES // self.scores
+
+    @property
+    def scores(self) -> int:
+        """Numbers of a head's scores of a tile that are computed; global: with one chunk."""
+        if self.kind == "global":
+            return self.rows * self.chunk
+        return sum((part.rows.stop - part.rows.start) * part.width for part in self.parts)
 
     @property
     def steps(self) -> int:
@@ -337,63 +380,3 @@ class Spec:
     def in_step(self) -> bool:
         """Whether a tile of keys arrives, one of queries attends and one departs in every step but the last ones."""
         return self.kind == "local" and self.delay == 0 and self.key_tiles == self.query_tiles
-
-    def vmem_bytes(self, backward: bool) -> int:
-        """On-chip memory of a kernel: what it declares, and the scores it has in hand."""
-        mixes_values = self.mixes_values or not backward
-        size, f32 = jnp.dtype(self.dtype).itemsize, 4
-        h, v, local = self.head_dim, self.value_dim, self.kind == "local"
-        heads = self.sources * h + self.key_sources * (h + v) + self.out_heads * v  # a token's operands and outputs
-
-        def matrix(rows: int, columns: int) -> int:
-            return rows * round_up(columns, LANES)
-
-        query_rows, key_rows = self.query_group * self.pseudo, self.key_group * self.pseudo
-        value_rows = key_rows if mixes_values else self.piece_lanes
-        mixing = self.heads * matrix(query_rows, self.query_base)
-        mixing += self.kv_heads * matrix(key_rows + value_rows, self.key_base)
-        if self.across_heads:
-            collapse = self.heads * matrix(self.out_base, query_rows) * f32
-        else:
-            collapse = self.heads * self.rows * LANES * f32
-        base = self.query_groups * self.query_base * h + self.key_groups * self.key_base * (h + v)
-        scores, weights = self.rows * self.chunk, self.weight_rows * self.chunk
-        # Operands of the tile and tables of rotations come in two buffers, indices in whole registers.
-        total = 2 * self.tile * (heads * size + 4 * h * f32) + mixing * size + collapse
-        total += SUBLANES * (2 * self.rows + self.chunk * (2 if local else self.chunks)) * f32
-        kept = self.kv_heads * self.buffer * v if mixes_values else self.kept_groups * self.key_base * v
-        pieces = 0 if mixes_values else len(self.pieces) * self.tile
-        collapsed = self.heads * matrix(pieces, self.key_base)
-        total += self.kv_heads * self.buffer * h * size + kept * size + self.heads * self.rows * h * size
-        total += (base + self.tile * max(h, v)) * f32
-        if self.across_heads:
-            total += self.query_groups * self.out_base * v * f32
-        elif mixes_values:
-            total += self.heads * self.query_groups * self.unit * v * f32
-        else:
-            total += (collapsed + 2 * matrix(pieces, self.piece_lanes)) * f32
-        if local:
-            total += (3 * scores + 2 * self.rows * LANES) * f32
-            total += 2 * weights * size if mixes_values else 0
-        total += (6 if backward else 3) * scores * f32
-        if not backward:
-            return total
-        total += 2 * self.tile * (heads * jnp.dtype(self.gradient_dtype).itemsize + self.key_sources * (h + v) * size)
-        turned = self.query_base * round_up(self.heads * query_rows, LANES)
-        turned += (2 if mixes_values else 1) * self.key_base * round_up(self.kv_heads * key_rows, LANES)
-        if not mixes_values:
-            total += 2 * self.kv_heads * matrix(value_rows, self.key_base) * f32
-        total += turned * (size + 2 * f32) + collapse * (3 if self.across_heads else 1)
-        total += self.kv_heads * self.buffer * h * f32 + kept * f32 + base * f32
-        unmixed = h // self.sharing(self.key_groups).count
-        unmixed += v // self.sharing(self.key_groups, values=True).count if mixes_values else 0
-        total += self.kv_heads * self.rows * unmixed * size
-        if not mixes_values:
-            total += (collapsed + self.heads * self.tile * v) * f32
-        if local:
-            total += (
-                2 * (weights + self.rows * LANES) * f32
-                + 2 * scores * size
-                + (0 if self.logits_soft_cap is None else 2 * scores * f32)
-            )
-        return total

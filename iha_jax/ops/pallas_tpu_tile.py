@@ -1,9 +1,9 @@
 """Building blocks of the fused TPU kernels: what happens to one tile inside on-chip memory.
 
 Orders of rows. *Base* rows of a group of g tokens are (source head, token): heads arrive side by side in lanes, so a
-group's rows are filled by copies of g rows. *Pseudo-queries* of a group are (pseudo-head, token): a sum over
-pseudo-heads then adds whole registers, and repeats every `Spec.unit` rows. *Pseudo-keys* are (token, pseudo-head), in
-the order of the virtual index, so a window is one slice of them whatever the group.
+group's rows are filled by copies of g rows. *Pseudo-queries* of a group are (span of tokens, pseudo-head, token): a sum
+over pseudo-heads then adds whole registers, and repeats every `Spec.unit` rows. *Pseudo-keys* are (token, pseudo-head),
+in the order of the virtual index, so a window is one slice of them whatever the group.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from iha_jax.ops.pallas_tpu_prepare import Rotation
-from iha_jax.ops.pallas_tpu_spec import LANES, Part, Spec
+from iha_jax.ops.pallas_tpu_spec import LANES, Spec
 
 MASKED = -1e30
 """Added to logits of invisible keys."""
@@ -28,6 +28,9 @@ F32 = jnp.float32
 
 STACK_ROWS = 1600
 """Pseudo-rows of several heads mixed by one product."""
+
+MIXED_TOGETHER = 20
+"""Products of a mixing that are written out one after the other, at most."""
 
 LOG2_E = math.log2(math.e)
 """Logits are kept in units of log 2: the hardware has powers of two, and the factor is free in scaled queries."""
@@ -126,12 +129,8 @@ def mix_heads(spec: Spec, *mixes: Mix) -> None:
                         part = part * mix.scale
                     mix.out[first + n, rows_at(mix.start, i * size, size), :] = part.astype(spec.dtype)
 
-    for_each(heads // stack, some, together=4)
-
-
-def columns_of(part: Part, at):
-    """Rows of the kept keys that are a part's columns of the chunk ``at``."""
-    return rows_at(at.start, part.columns.start, part.width)
+    # Written out: one product after the other waits for the rotation of its own result.
+    for_each(heads // stack, some, together=MIXED_TOGETHER)
 
 
 def rows_at(start, offset: int, size: int):
@@ -144,9 +143,9 @@ def stack_of(heads: int, rows: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= STACK_ROWS))
 
 
-def logits(spec: Spec, query: Array, key: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """Masked logits over log 2, ``[rows, chunk]``, and their derivative by the products where there is a cap."""
-    scores, slope = dot(spec, query, key, (1, 1)), None
+def logits(spec: Spec, scores: Array, bias: Array | None) -> tuple[Array, Array | None]:
+    """Masked logits over log 2 from products ``[rows, chunk]``, and with a cap their derivative by these."""
+    slope = None
     if spec.logits_soft_cap is not None:
         cap = spec.logits_soft_cap * LOG2_E
         bent = jnp.tanh(scores)
@@ -202,19 +201,24 @@ def top_of(spec: Spec, scores: Array) -> Array:
 
 
 def per_unit(spec: Spec, x: Array) -> Array:
-    """Sums rows of pseudo-queries that belong to the same row of a unit: ``[rows, c]`` -> ``[groups*unit, c]``."""
+    """Sums rows of pseudo-queries that belong to the same row of a unit: ``[rows, c]`` -> ``[spans*unit, c]``."""
     split = _by_unit(spec, x)
     return jnp.sum(split, axis=1).reshape(-1, x.shape[1])
 
 
 def over_units(spec: Spec, x: Array, units: Array, combine) -> Array:
-    """Combines ``[rows, c]`` with ``[groups*unit, c]``, repeated for every turn of a unit."""
+    """Combines ``[rows, c]`` with ``[spans*unit, c]``, repeated for every turn of a unit."""
     units = units.reshape(-1, 1, spec.unit, units.shape[1])
     return combine(_by_unit(spec, x), units).reshape(x.shape)
 
 
+def by_span(x: Array, weights: Array) -> Array:
+    """``[rows, 128]`` times a span's ``[P*span, 128]``, the same for every span."""
+    return (x.reshape(-1, *weights.shape) * weights[None]).reshape(x.shape)
+
+
 def _by_unit(spec: Spec, x: Array) -> Array:
-    size = spec.query_group * spec.pseudo
+    size = spec.span * spec.pseudo
     return x.reshape(x.shape[0] // size, size // spec.unit, spec.unit, x.shape[1])
 
 
@@ -277,9 +281,9 @@ def pipeline(count: int, most: int, *stages) -> None:
     """Runs every ``stage(head, slot)`` for all heads in order, each stage a turn behind the one before.
 
     One head's scores are on the matrix unit while those of the head before go through the exponential and the one
-    before that is multiplied with values; what is handed over lies in one of two slots, which take turns. The stages
-    of one turn do not depend on each other, so the compiler can overlap them. Later stages go first: they have read a
-    slot when the first stage writes it.
+    before that is multiplied with values; what is handed over lies in one of two slots, which take turns. A stage may
+    read what the two before it have left, the last stage only what the one before it has. The stages of one turn do
+    not depend on each other, so the compiler can overlap them; it begins with those that it sees first.
 
     Args:
       count: heads.
@@ -288,11 +292,14 @@ def pipeline(count: int, most: int, *stages) -> None:
         overlap; but every one of them takes time to compile.
       *stages: functions of a head and a slot.
     """
+    # Later stages go before those that would overwrite what they read. The last one only multiplies: put last, it
+    # fills the matrix unit beside the next turn's arithmetic.
+    lags = [*reversed(range(len(stages) - 1)), len(stages) - 1]
 
     def turn(i, parity: int) -> None:
-        for lag, stage in reversed(tuple(enumerate(stages))):
+        for lag in lags:
             if not isinstance(i, int) or 0 <= i - lag < count:
-                stage(i - lag, (parity - lag) % 2)
+                stages[lag](i - lag, (parity - lag) % 2)
 
     first = min(len(stages) - 1, count)
     full = count - first

@@ -52,7 +52,7 @@ def candidates(fused: bool, window: bool) -> list[Sizes]:
         else:
             grid["stripes"] = (4, 8, 16)
     elif window:
-        grid = {"local_rows": (128, 160, 256), "global_rows": (128, 256, 512), "global_chunk": (256, 512, 1024)}
+        grid = {"local_rows": (160, 256, 320, 512), "global_rows": (128, 256, 512), "global_chunk": (256, 512, 1024)}
     else:
         grid = {"global_rows": (128, 256, 512), "global_chunk": (256, 512, 1024)}
     found = [Sizes(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]

@@ -6,11 +6,21 @@ import importlib
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from iha_jax.ops import pallas_tpu, pallas_tpu_base, pallas_tpu_cost, pallas_tpu_plan, pallas_tpu_tile, tuning
+from iha_jax.ops import (
+    pallas_tpu,
+    pallas_tpu_base,
+    pallas_tpu_cost,
+    pallas_tpu_memory,
+    pallas_tpu_plan,
+    pallas_tpu_strips,
+    pallas_tpu_tile,
+    tuning,
+)
 from iha_jax.ops import pallas_tpu_prepare as prepare
 from iha_jax.ops.block_sizes import Sizes
 from iha_jax.ops.pallas_tpu_backward import backward
@@ -34,7 +44,7 @@ def assert_equals_blockwise(spec: cases.Spec):
     ("spec", "kind", "atleast"),
     [
         # The kept tiles wrap around the buffer several times, and a tile is seen by the two after it.
-        (variant(T=64, S=64, N=2, P=20, window=10), "local", {"lag": 2, "query_tiles": 8}),
+        (variant(T=104, S=104, N=2, P=20, window=20), "local", {"lag": 2, "query_tiles": 7}),
         # Queries wait for keys on their right.
         pytest.param(variant(T=90, S=90, P=8, causal=None, window=17), "local", {"delay": 1}, marks=pytest.mark.slow),
         # Several chunks, of which causality skips some.
@@ -78,10 +88,10 @@ def test_pieces_and_rows_by_token_are_undone(pseudo, heads):
     found = pallas_tpu.spec_of(arguments(spec))
     rng = np.random.default_rng(0)
     tokens = rng.normal(size=(found.tile, 128)).astype(np.float32)
-    units = rng.normal(size=(found.query_groups * found.unit, 128)).astype(np.float32)
-    g = found.query_group
-    by_hand = units.reshape(found.query_groups, found.unit // g, g, 128).sum(1).reshape(found.tile, 128)
-    repeated = np.repeat(tokens.reshape(found.query_groups, 1, g, 128), found.unit // g, axis=1)
+    units = rng.normal(size=(found.spans * found.unit, 128)).astype(np.float32)
+    g = found.span
+    by_hand = units.reshape(found.spans, found.unit // g, g, 128).sum(1).reshape(found.tile, 128)
+    repeated = np.repeat(tokens.reshape(found.spans, 1, g, 128), found.unit // g, axis=1)
 
     def both(x, y):
         return pallas_tpu_base.per_token(found, x), pallas_tpu_base.per_unit_row(found, y)
@@ -89,6 +99,26 @@ def test_pieces_and_rows_by_token_are_undone(pseudo, heads):
     summed, spread = jax.jit(both)(units, tokens)
     np.testing.assert_allclose(summed, by_hand, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(spread, repeated.reshape(units.shape))
+
+
+@pytest.mark.parametrize(("pseudo", "window"), [(20, 10), (8, 64), (4, 120)])
+def test_strips_and_parts_hold_the_same(pseudo, window):
+    """What goes from parts to strips and back, or to the whole chunk, is there once, and elsewhere are zeros."""
+    spec = variant(T=2048, S=2048, N=20, K=20, P=pseudo, window=window)
+    found = pallas_tpu.spec_of(arguments(spec))
+    whole = np.random.default_rng(0).normal(size=(found.rows, found.chunk)).astype(np.float32)
+    parts = [whole[part.rows, part.columns] for part in found.parts]
+    assert len(parts) > 1
+    seen = np.zeros_like(whole)
+    for part in found.parts:
+        seen[part.rows, part.columns] = whole[part.rows, part.columns]
+    strips = pallas_tpu_strips.to_strips(found, [jnp.asarray(x) for x in parts])
+    for strip, (rows, columns) in zip(strips, found.strips, strict=True):
+        np.testing.assert_array_equal(strip, seen[rows, columns])
+    back = pallas_tpu_strips.from_strips(found, strips)
+    for x, y in zip(back, parts, strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(pallas_tpu_strips.to_whole(found, parts), seen)
 
 
 @pytest.mark.slow
@@ -112,7 +142,7 @@ def test_heads_in_parts(monkeypatch, across_heads, window):
     assert whole.groups == 1
     smallest = dataclasses.replace(whole, slots=max(whole.lag, 1))
     monkeypatch.setattr(pallas_tpu_plan, "PIPELINED", 1)  # no smaller tiles in place of parts
-    monkeypatch.setattr(pallas_tpu_plan, "VMEM_BYTES", smallest.vmem_bytes(backward=True) - 1)
+    monkeypatch.setattr(pallas_tpu_plan, "VMEM_BYTES", pallas_tpu_memory.vmem_bytes(smallest, backward=True) - 1)
     assert pallas_tpu.spec_of(arguments(spec)).groups == 2
     assert_equals_blockwise(spec)
 
@@ -165,20 +195,22 @@ def test_corners_of_wide_windows_are_skipped(causal, layout):
         assert_equals_blockwise(spec)
 
 
+@pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 20])
 @pytest.mark.parametrize("most", [0, 4, 7, 20])
-def test_pipeline_runs_every_stage_once_and_in_order(count, most):
+def test_pipeline_runs_every_stage_once_and_in_order(stages, count, most):
     """Every stage of every head once, in order, and no slot written before it is read."""
-    counts = np.zeros((3, count), np.int64)
-    held: list[list[int]] = [[-1, -1], [-1, -1]]
+    counts = np.zeros((stages, count), np.int64)
+    held = np.full((stages, 2), -1)
 
     def stage(number, head, slot):
         assert slot == head % 2
         counts[number, head] += 1
         if number > 0:
-            assert held[number - 1][slot] == head
-        if number < 2:
-            held[number][slot] = head
+            assert held[number - 1, slot] == head
+        if 1 < number < stages - 1:
+            assert held[number - 2, slot] == head
+        held[number, slot] = head
 
     def eager(start, stop, body, carry):
         for i in range(start, stop):
@@ -187,7 +219,7 @@ def test_pipeline_runs_every_stage_once_and_in_order(count, most):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas_tpu_tile.lax, "fori_loop", eager)
-        pallas_tpu_tile.pipeline(count, most, *(functools.partial(stage, i) for i in range(3)))
+        pallas_tpu_tile.pipeline(count, most, *(functools.partial(stage, i) for i in range(stages)))
     assert (counts == 1).all()
 
 

@@ -165,9 +165,9 @@ def test_parts_of_a_tile_hold_every_visible_pair(causal, pseudo, window):
     spec = variant(T=2048, S=2048, P=pseudo, window=window, causal=causal)
     found = pallas_tpu.spec_of(arguments(spec))
     assert found.kind == "local"
-    # Rows of a group of tokens are (pseudo-head, token), those of keys (token, pseudo-head).
-    group = np.arange(found.tile).reshape(-1, 1, found.query_group)
-    query = (group * pseudo + np.arange(pseudo)[None, :, None]).reshape(-1, 1)
+    # Rows of a span of tokens are (pseudo-head, token), those of keys (token, pseudo-head).
+    span = np.arange(found.tile).reshape(-1, 1, found.span)
+    query = (span * pseudo + np.arange(pseudo)[None, :, None]).reshape(-1, 1)
     key = np.arange(found.chunk)[None] - found.history + found.delay * found.rows
     distance, tokens = query - key, query // pseudo - key // pseudo
     visible = {
@@ -180,11 +180,13 @@ def test_parts_of_a_tile_hold_every_visible_pair(causal, pseudo, window):
     for part in found.parts:
         computed[part.rows, part.columns] = True
     assert not (visible & ~computed).any()
-    covered = np.zeros_like(visible)
-    for rows, columns in found.blocks:
-        assert not covered[rows].any()
-        covered[rows, columns] = True
-    assert not (visible & ~covered).any()
+    for products in (found.blocks, found.strips):
+        covered = np.zeros_like(visible)
+        for rows, columns in products:
+            assert not covered[rows, columns].any()  # a product twice would count twice
+            covered[rows, columns] = True
+        assert not (visible & ~covered).any()
+    assert not (computed & ~covered).any()  # strips hold whole parts
     assert [part.rows.start for part in found.parts] == [0, *(part.rows.stop for part in found.parts[:-1])]
     assert found.parts[-1].rows.stop == found.rows
 
